@@ -1,0 +1,153 @@
+"""Step agreement: every rank offers a proposal, every rank computes the same decision.
+
+Pure: no clock, no torch, no process group. A proposal travels as one int64 vector of fixed
+size; `agree` is a function of the proposals alone, so nothing that changes which collectives
+run, or with what sizes, may come from anywhere else. R ranks.
+
+Vector: version | flags | decode tokens | prefill tokens | in flight | placement epoch |
+        membership epoch | membership bits, ceil(R / 64) words
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+VERSION = 1
+FIXED_WORDS = 7
+_STOP = 1
+
+
+def vector_words(num_ranks: int) -> int:
+    """Length of a proposal vector."""
+    return FIXED_WORDS + -(-num_ranks // 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepProposal:
+    """What one rank offers for the next step.
+
+    decode_tokens   rows of sequences that decode: all of them run
+    prefill_tokens  prompt tokens that could run at once
+    in_flight       steps launched and not yet committed (pipeline depth 1)
+    stop            this rank was told to shut down and has nothing left to do
+    """
+
+    decode_tokens: int
+    prefill_tokens: int
+    in_flight: int
+    stop: bool
+    placement_epoch: int
+    membership_epoch: int
+    alive: tuple[bool, ...]
+
+    def to_vector(self) -> NDArray[np.int64]:
+        """int64 [vector_words(R)]."""
+        words = [0] * (-(-len(self.alive) // 64))
+        for rank, alive in enumerate(self.alive):
+            words[rank // 64] |= int(alive) << (rank % 64)
+        head = [
+            VERSION,
+            _STOP * self.stop,
+            self.decode_tokens,
+            self.prefill_tokens,
+            self.in_flight,
+            self.placement_epoch,
+            self.membership_epoch,
+        ]
+        return np.array([*head, *words], dtype=np.uint64).view(np.int64)
+
+    @classmethod
+    def from_vector(cls, vector: NDArray[np.int64], num_ranks: int) -> "StepProposal":
+        """Inverse of `to_vector`; raises ValueError when the peer speaks another version."""
+        v = [int(w) for w in vector.view(np.uint64)]
+        if v[0] != VERSION:
+            raise ValueError(f"step proposal of version {v[0]}, this rank speaks {VERSION}")
+        words = v[FIXED_WORDS:]
+        return cls(
+            decode_tokens=v[2],
+            prefill_tokens=v[3],
+            in_flight=v[4],
+            stop=bool(v[1] & _STOP),
+            placement_epoch=v[5],
+            membership_epoch=v[6],
+            alive=tuple(bool(words[r // 64] >> (r % 64) & 1) for r in range(num_ranks)),
+        )
+
+
+class StepKind(IntEnum):
+    """`FORWARD`: run a step. `FLUSH`: only commit what is in flight. `PARK`: block. `STOP`: end."""
+
+    FORWARD = 0
+    FLUSH = 1
+    PARK = 2
+    STOP = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreeLimits:
+    """The plan's numbers that `agree` needs; the same on every rank of an instance."""
+
+    max_batch_tokens: int
+    chunk_tokens: int
+    dispatch_max_tokens: int
+    low_latency_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDecision:
+    """What all ranks do next.
+
+    token_level    a rank takes all its decode tokens, then prefill up to this many tokens
+    dispatch_mode  low_latency only if every rank is decode-only and within capacity
+    rounds         dispatch rounds of each MoE layer, of at most `round_tokens` rows per rank
+    micro_batches  1 or 2
+    """
+
+    kind: StepKind
+    token_level: int = 0
+    dispatch_mode: Literal["normal", "low_latency"] = "normal"
+    rounds: int = 1
+    round_tokens: int = 0
+    micro_batches: int = 1
+    placement_epoch: int = 0
+    alive: tuple[bool, ...] = ()
+
+
+def step_tokens(proposal: StepProposal, level: int, chunk_tokens: int) -> int:
+    """Rows a rank runs at this token level."""
+    room = max(0, level - proposal.decode_tokens)
+    return proposal.decode_tokens + min(proposal.prefill_tokens, room, chunk_tokens)
+
+
+def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecision:
+    """The decision that follows from the proposals of all live ranks, in rank order."""
+    alive = tuple(all(flags) for flags in zip(*(p.alive for p in proposals), strict=True))
+    # A placement is used only once every rank has it.
+    epoch = min(p.placement_epoch for p in proposals)
+    if not any(p.decode_tokens or p.prefill_tokens for p in proposals):
+        kind = StepKind.PARK
+        if any(p.in_flight for p in proposals):
+            kind = StepKind.FLUSH
+        elif all(p.stop for p in proposals):
+            kind = StepKind.STOP
+        return StepDecision(kind=kind, placement_epoch=epoch, alive=alive)
+
+    # Lock-step costs the slowest rank, so every rank may fill up to what the fullest one needs.
+    most_decode = max(p.decode_tokens for p in proposals)
+    level = min(limits.max_batch_tokens, most_decode + limits.chunk_tokens)
+    largest = max(step_tokens(p, level, limits.chunk_tokens) for p in proposals)
+    decode_only = not any(p.prefill_tokens for p in proposals)
+    low_latency = decode_only and largest <= limits.low_latency_tokens
+    return StepDecision(
+        kind=StepKind.FORWARD,
+        token_level=level,
+        dispatch_mode="low_latency" if low_latency else "normal",
+        rounds=max(1, -(-largest // limits.dispatch_max_tokens)),
+        round_tokens=limits.dispatch_max_tokens,
+        placement_epoch=epoch,
+        alive=alive,
+    )

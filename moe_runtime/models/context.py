@@ -1,0 +1,77 @@
+"""StepContext: all that a model sees of a step, as device tensors and host integers.
+
+The engine makes one per micro-batch from StepInputs. The model never sees the scheduler,
+process groups or the plan. T rows, D decode rows, H hidden, B blocks per sequence.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Clock(Protocol):
+    """Exclusive phase times of a step: `enter` ends the current phase and begins another.
+
+    `waited` books seconds of transport: `busy` from posting to completion, `blocked` the part
+    in which this rank stood still.
+    """
+
+    def enter(self, phase: str) -> None: ...
+
+
+class NoClock:
+    """A clock that measures nothing."""
+
+    def enter(self, phase: str) -> None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSegment:
+    """Rows [start, stop) are consecutive tokens of one sequence with `context` cached before them.
+
+    `blocks` int64 [ceil((context + stop - start) / block_tokens)]: the sequence's block indices.
+    """
+
+    start: int
+    stop: int
+    context: int
+    blocks: Tensor
+
+
+@dataclass(slots=True)
+class StepContext:
+    """One micro-batch of one step.
+
+    token_ids_T      int64 [T], no negative references left
+    positions_T      int64 [T]
+    kv_slots_T       int64 [T]: row of the flattened cache [blocks * block_tokens, entry] to write
+    num_decode       rows [0, num_decode) are decode rows, one per sequence
+    decode_blocks_DB int64 [D, B]: block indices, padded with 0 (masked by decode_context_D)
+    decode_context_D int64 [D]: tokens attended to, the row itself included
+    max_context      largest decode_context_D (0 if none): a host integer
+    segments         the prefill rows, in row order
+    kv_cache         per layer [num_blocks, block_tokens, entry]
+    clock            phases: attention, routing, dispatch, experts, combine, other
+    rounds           dispatch rounds, agreed by all ranks (>= 1)
+    round_tokens     rows per round
+    """
+
+    token_ids_T: Tensor
+    positions_T: Tensor
+    kv_slots_T: Tensor
+    num_decode: int
+    decode_blocks_DB: Tensor
+    decode_context_D: Tensor
+    max_context: int
+    segments: tuple[PrefillSegment, ...]
+    kv_cache: list[Tensor]
+    clock: Clock
+    rounds: int
+    round_tokens: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_ids_T.device

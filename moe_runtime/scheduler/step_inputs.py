@@ -1,0 +1,92 @@
+"""StepInputs: what one rank feeds to one step, as numpy arrays and nothing else.
+
+Rows: the decode rows first (one per sequence), then the prefill segments one after the
+other. T rows, D decode rows, P prefill segments, N sampled rows, B blocks per sequence,
+G KV groups. Every field declares how it behaves when a step is split into micro-batches:
+`split` (along its first axis), `copy` (both halves get it), `drop` (rebuilt per half).
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+SplitRule = Literal["split", "copy", "drop"]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+F32 = NDArray[np.float32]
+
+
+def declared(rule: SplitRule) -> Any:
+    """A dataclass field that says how it is split."""
+    return field(metadata={"split": rule})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One rank's share of a step. T = 0 is legal: an idle rank takes part with no rows.
+
+    token_ids_T         int32; -(i+1) means sample i of the previous step, read on the device
+    positions_T         int32; position of the row in its sequence
+    sequence_T          int32; scheduler row of the sequence (sticky replica choice, debugging)
+    kv_slots_GT         int64; block index * block_tokens + offset where the row's KV is written
+    decode_blocks_DB    int32; block indices of each decode sequence, -1 padded (primary group)
+    decode_context_D    int32; tokens attended to, the row itself included
+    segment_starts_P1   int32; first row of each prefill segment, and T at the end
+    segment_context_P   int32; tokens of the sequence already in the cache before the segment
+    segment_blocks_PB   int32; block indices of each prefill sequence, -1 padded (primary group)
+    sample_rows_N       int32; rows whose next token is sampled
+    temperature_N       float32; 0 is greedy
+    seed_N              int64; sampling noise is a function of (seed, output_position)
+    output_position_N   int32; 0 for the first generated token of a request
+    want_logits_N       bool; return the row's logits
+    """
+
+    token_ids_T: I32 = declared("split")
+    positions_T: I32 = declared("split")
+    sequence_T: I32 = declared("split")
+    kv_slots_GT: I64 = declared("drop")
+    decode_blocks_DB: I32 = declared("drop")
+    decode_context_D: I32 = declared("drop")
+    segment_starts_P1: I32 = declared("drop")
+    segment_context_P: I32 = declared("drop")
+    segment_blocks_PB: I32 = declared("drop")
+    sample_rows_N: I32 = declared("drop")
+    temperature_N: F32 = declared("drop")
+    seed_N: I64 = declared("drop")
+    output_position_N: I32 = declared("drop")
+    want_logits_N: NDArray[np.bool_] = declared("drop")
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids_T)
+
+    @property
+    def num_decode(self) -> int:
+        return len(self.decode_context_D)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.segment_context_P)
+
+
+def empty(num_groups: int = 1) -> StepInputs:
+    """The inputs of an idle rank."""
+    none = np.zeros(0, np.int32)
+    return StepInputs(
+        token_ids_T=none,
+        positions_T=none,
+        sequence_T=none,
+        kv_slots_GT=np.zeros((num_groups, 0), np.int64),
+        decode_blocks_DB=np.zeros((0, 0), np.int32),
+        decode_context_D=none,
+        segment_starts_P1=np.zeros(1, np.int32),
+        segment_context_P=none,
+        segment_blocks_PB=np.zeros((0, 0), np.int32),
+        sample_rows_N=none,
+        temperature_N=np.zeros(0, np.float32),
+        seed_N=np.zeros(0, np.int64),
+        output_position_N=none,
+        want_logits_N=np.zeros(0, bool),
+    )
