@@ -12,7 +12,10 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaSpec:
-    """Multi-head latent attention. `q_lora_rank` 0: queries are projected directly."""
+    """Multi-head latent attention. `q_lora_rank` 0: queries are projected directly.
+
+    The norms of the two latents have an epsilon of their own (DeepSeek fixes 1e-6).
+    """
 
     num_heads: int
     q_lora_rank: int
@@ -20,6 +23,7 @@ class MlaSpec:
     qk_nope_head_dim: int
     qk_rope_head_dim: int
     v_head_dim: int
+    latent_norm_eps: float = 1e-6
 
     @property
     def qk_head_dim(self) -> int:

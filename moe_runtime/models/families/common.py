@@ -1,0 +1,118 @@
+"""Tensor targets that families share: embeddings, norms, dense and expert MLPs.
+
+Owns the hub's names of those tensors; parameter names are those of `spec.weights`.
+"""
+
+import re
+from collections.abc import Iterator
+
+from moe_runtime.models.families.fields import ConfigFields
+from moe_runtime.spec.model import DTYPE_BYTES, ModelSpec
+from moe_runtime.spec.weights import TensorTarget
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+def weight_dtype(fields: ConfigFields, dtype: str | None) -> str:
+    """The dtype to run in: `dtype` if given, else what the config says."""
+    name = dtype or fields.text("dtype", "torch_dtype")
+    name = name.removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise fields.error("dtype", f"= {name!r} is not supported, only {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def outer_targets(spec: ModelSpec) -> Iterator[TensorTarget]:
+    """Embedding, final norm, and the output head unless it shares the embedding's tensor."""
+    table = (spec.vocab_size, spec.hidden)
+    yield TensorTarget(source="model.embed_tokens.weight", shape=table, parameter="embed.weight")
+    yield TensorTarget(source="model.norm.weight", shape=(spec.hidden,), parameter="norm.weight")
+    if not spec.tie_embeddings:
+        yield TensorTarget(source="lm_head.weight", shape=table, parameter="lm_head.weight")
+
+
+def norm_targets(spec: ModelSpec, layer: int) -> Iterator[TensorTarget]:
+    """The two norms of a decoder layer."""
+    for source, name in (
+        ("input_layernorm", "input_norm"),
+        ("post_attention_layernorm", "post_attention_norm"),
+    ):
+        yield TensorTarget(
+            source=f"model.layers.{layer}.{source}.weight",
+            shape=(spec.hidden,),
+            parameter=f"layers.{layer}.{name}.weight",
+        )
+
+
+def mlp_targets(source: str, parameter: str, hidden: int, intermediate: int) -> Iterator[TensorTarget]:
+    """A gated MLP whose gate and up projections are rows of one parameter."""
+    shape, gate_up = (intermediate, hidden), f"{parameter}.gate_up_proj.weight"
+    yield TensorTarget(source=f"{source}.gate_proj.weight", shape=shape, parameter=gate_up)
+    yield TensorTarget(
+        source=f"{source}.up_proj.weight", shape=shape, parameter=gate_up, row_start=intermediate
+    )
+    yield TensorTarget(
+        source=f"{source}.down_proj.weight",
+        shape=(hidden, intermediate),
+        parameter=f"{parameter}.down_proj.weight",
+    )
+
+
+def moe_targets(spec: ModelSpec, layer: int) -> Iterator[TensorTarget]:
+    """Router, correction bias, shared experts and every expert of a MoE layer."""
+    moe, source, parameter = spec.moe, f"model.layers.{layer}.mlp", f"layers.{layer}.moe"
+    yield TensorTarget(
+        source=f"{source}.gate.weight",
+        shape=(moe.num_experts, spec.hidden),
+        parameter=f"{parameter}.router.weight",
+    )
+    if moe.router.correction_bias:
+        yield TensorTarget(
+            source=f"{source}.gate.e_score_correction_bias",
+            shape=(moe.num_experts,),
+            parameter=f"{parameter}.router.correction_bias",
+            fp32=True,
+        )
+    if moe.shared_intermediate:
+        yield from mlp_targets(
+            f"{source}.shared_experts", f"{parameter}.shared_experts", spec.hidden, moe.shared_intermediate
+        )
+    moe_layer = spec.moe_layers.index(layer)
+    for expert in range(moe.num_experts):
+        yield from _expert_targets(
+            f"{source}.experts.{expert}", f"{parameter}.experts", spec, expert=expert, moe_layer=moe_layer
+        )
+
+
+def _expert_targets(
+    source: str, parameter: str, spec: ModelSpec, *, expert: int, moe_layer: int
+) -> Iterator[TensorTarget]:
+    inter = spec.moe.intermediate
+    wide, tall = (inter, spec.hidden), (spec.hidden, inter)
+    for name, shape, suffix, row in (
+        ("gate_proj", wide, "gate_up", 0),
+        ("up_proj", wide, "gate_up", inter),
+        ("down_proj", tall, "down", 0),
+    ):
+        yield TensorTarget(
+            source=f"{source}.{name}.weight",
+            shape=shape,
+            parameter=f"{parameter}.{suffix}",
+            row_start=row,
+            expert=expert,
+            moe_layer=moe_layer,
+        )
+
+
+def skipped(spec: ModelSpec, name: str) -> bool:
+    """Tensors a checkpoint may hold that this runtime knows and does not need.
+
+    Layers of multi-token prediction, rotary frequencies of old exports, and an output head
+    stored next to the embedding it is tied to.
+    """
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    if name == "lm_head.weight":
+        return spec.tie_embeddings
+    match = _LAYER.match(name)
+    return match is not None and 0 <= int(match[1]) - spec.num_layers < spec.mtp_layers
