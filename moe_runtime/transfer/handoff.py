@@ -18,14 +18,13 @@ class ChunkReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Where the blocks lie: the rank that owns them, and the lease under which they may be read.
 
-    `expiry` is in seconds of the owner's monotonic clock (one host) and is checked by the owner.
+    The owner stamps leased blocks with the lease; a reader compares before and after it reads, so
+    a lease that ended meanwhile is noticed. `blocks[g]` are the blocks of group g, in token order.
     """
 
     instance: str
     rank: int
     lease: int
-    epoch: int
-    expiry: float
     num_tokens: int
     blocks: list[list[int]]
 
@@ -33,7 +32,8 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prompt is prefilled: everything the decode side needs to go on.
 
-    Sampling noise is a function of (seed, output position), so no generator state travels.
+    Sampling noise is a function of (seed, output position), so no generator state travels; the
+    sampling parameters are in the request itself, which the frontend keeps.
     """
 
     request: int

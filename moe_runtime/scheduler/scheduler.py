@@ -1,0 +1,280 @@
+"""Scheduler: one rank's continuous batching, at step granularity. Pure: no torch, no clock.
+
+    propose() -> Work            allocate for decode (preempting if it must), admit waiting requests
+    build(level) -> Scheduled    the rows of the agreed step
+    commit(scheduled, tokens)    sampled tokens in, events out
+
+Between `build` and `commit` of one step another may be proposed and built (pipeline depth 1):
+the newest token of a sequence is then a reference into the samples of the previous step.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_runtime.errors import RequestRefused
+from moe_runtime.scheduler.blocks import BlockPool
+from moe_runtime.scheduler.rows import RowBuilder
+from moe_runtime.scheduler.sequences import Sequence, SequenceTable, State
+from moe_runtime.scheduler.step_inputs import StepInputs
+from moe_runtime.spec.requests import FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    """One rank's numbers from the plan."""
+
+    max_batch_tokens: int
+    max_sequences: int
+    chunk_tokens: int
+    block_tokens: int
+    num_blocks: int
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What this rank could run in the next step."""
+
+    decode_tokens: int
+    prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled:
+    """A built step: what the device runs, and whose samples come back.
+
+    `prefill_tokens` are computed for the first time, `recomputed_tokens` again after a preemption.
+    """
+
+    inputs: StepInputs
+    sampled: tuple[Sequence, ...]
+    prefill_tokens: int
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """A sequence got a token. `kind` handoff: it leaves for a decode instance with `blocks`."""
+
+    sequence: Sequence
+    sample: int
+    token: int
+    kind: Literal["token", "finished", "handoff"]
+    finish_reason: str | None = None
+    blocks: NDArray[np.int32] | None = None
+
+
+class Scheduler:
+    """Owns the waiting queue, the table of running sequences and the block pool of one rank."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.pool = BlockPool(limits.num_blocks)
+        longest = min(limits.max_positions, limits.num_blocks * limits.block_tokens)
+        self.table = SequenceTable(limits.max_sequences, self._blocks_for(longest))
+        self.rows = RowBuilder(self.table, limits.block_tokens)
+        self.waiting: deque[Sequence] = deque()
+        self.started_pulls: list[Sequence] = []
+        self.by_request: dict[int, Sequence] = {}
+        self.num_preemptions = 0
+        self._decode: NDArray[np.intp] = np.zeros(0, np.intp)
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def check(self, prompt_len: int, max_tokens: int) -> None:
+        """Raise RequestRefused for a request that this rank could never finish."""
+        total = prompt_len + max_tokens
+        if prompt_len < 1 or max_tokens < 1:
+            raise RequestRefused(f"prompt of {prompt_len} tokens and max_tokens {max_tokens}: both must be at least 1")
+        if total > self.limits.max_positions:
+            raise RequestRefused(
+                f"prompt {prompt_len} + max_tokens {max_tokens} exceed the model's {self.limits.max_positions} positions"
+            )
+        if self._blocks_for(total) > self.limits.num_blocks:
+            room = self.limits.num_blocks * self.limits.block_tokens
+            raise RequestRefused(f"prompt {prompt_len} + max_tokens {max_tokens} exceed the {room} tokens of kv_cache.blocks")
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; raises RequestRefused for one that can never fit."""
+        self.check(sequence.prompt_len, sequence.request.sampling.max_tokens)
+        assert sequence.request.id not in self.by_request, f"request {sequence.request.id} is already here"
+        self.by_request[sequence.request.id] = sequence
+        self.waiting.append(sequence)
+
+    def abort(self, request_id: int) -> Sequence | None:
+        """Drop a request in any state; unknown ids are ignored (it may have just finished)."""
+        sequence = self.by_request.get(request_id)
+        if sequence is None:
+            return None
+        pulling = sequence.state is State.PULLING
+        self._end(sequence, keep_row=pulling)
+        return sequence
+
+    def pulled(self, sequence: Sequence, *, ok: bool) -> None:
+        """The KV of a transferred sequence arrived (`ok`), or must be recomputed here."""
+        if sequence.state is State.FINISHED:  # aborted while its KV was on the way
+            self.pool.free(self.table.leave(sequence.row))
+            return
+        sequence.state = State.RUNNING
+        self.table.ready[sequence.row] = True
+        if not ok:
+            self.table.num_computed[sequence.row] = 0
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.by_request)
+
+    @property
+    def num_pulling(self) -> int:
+        return int(((self.table.stamp >= 0) & ~self.table.ready).sum())
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def propose(self) -> Work:
+        """Make every decode row runnable and admit what fits; LOCAL."""
+        self._decode = self._allocate_decode()
+        prefill = self._behind()
+        while prefill < self.limits.chunk_tokens and self._admit():
+            prefill = self._behind()
+        return Work(decode_tokens=len(self._decode), prefill_tokens=prefill)
+
+    def build(self, token_level: int) -> Scheduled:
+        """The rows of the step: all decode tokens, then prefill up to `token_level`."""
+        room = max(0, min(self.limits.chunk_tokens, token_level - len(self._decode)))
+        chunks: list[tuple[int, int]] = []
+        for row in self.table.prefill_rows():
+            count = min(room, int(self.table.num_tokens[row] - self.table.num_computed[row]))
+            if count == 0:
+                break
+            chunks.append((int(row), count))
+            room -= count
+        again = sum(self._recomputed(row, count) for row, count in chunks)
+        inputs, sample_rows = self.rows.build(self._decode, chunks)
+        sampled = []
+        for index, row in enumerate(sample_rows):
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            sequence.pending += 1
+            self.table.num_tokens[row] += 1
+            self.table.last_sample[row] = index
+            sampled.append(sequence)
+        self._decode = self._decode[:0]
+        fresh = sum(count for _, count in chunks) - again
+        return Scheduled(inputs=inputs, sampled=tuple(sampled), prefill_tokens=fresh, recomputed_tokens=again)
+
+    def commit(self, scheduled: Scheduled, tokens_N: NDArray[np.int32]) -> list[TokenEvent]:
+        """Sampled tokens of a step, in the order of `scheduled.sampled`.
+
+        Tokens of sequences that ended meanwhile are discarded.
+        """
+        events = []
+        for index, (sequence, token) in enumerate(zip(scheduled.sampled, tokens_N.tolist(), strict=True)):
+            sequence.pending -= 1
+            if sequence.state is State.FINISHED:
+                continue
+            sequence.tokens[sequence.num_known] = token
+            sequence.num_known += 1
+            if sequence.row >= 0:
+                self.table.last_token[sequence.row] = token
+                if sequence.pending == 0:
+                    self.table.last_sample[sequence.row] = -1
+            events.append(self._event(sequence, index, token))
+        return events
+
+    def check_invariants(self) -> None:
+        """Assert that every block is free, or owned by exactly one row (leased blocks are the caller's)."""
+        self.pool.check()
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _event(self, sequence: Sequence, sample: int, token: int) -> TokenEvent:
+        reason = None
+        if token in sequence.stop_tokens:
+            reason = FinishReason.STOP
+        elif sequence.num_known == len(sequence.tokens):
+            reason = FinishReason.LENGTH
+        if reason is not None:
+            self._end(sequence)
+            return TokenEvent(sequence=sequence, sample=sample, token=token, kind="finished", finish_reason=reason)
+        if sequence.handoff:
+            blocks = self.table.leave(sequence.row)
+            self._forget(sequence)
+            return TokenEvent(sequence=sequence, sample=sample, token=token, kind="handoff", blocks=blocks)
+        return TokenEvent(sequence=sequence, sample=sample, token=token, kind="token")
+
+    def _end(self, sequence: Sequence, *, keep_row: bool = False) -> None:
+        if sequence.row >= 0 and not keep_row:
+            self.pool.free(self.table.leave(sequence.row))
+        elif sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        sequence.state = State.FINISHED
+        del self.by_request[sequence.request.id]
+
+    def _recomputed(self, row: int, count: int) -> int:
+        """How many of the next `count` tokens of the row were computed before; moves the mark."""
+        sequence = self.table.sequences[row]
+        assert sequence is not None
+        begin = int(self.table.num_computed[row])
+        again = max(0, min(count, sequence.high_water - begin))
+        sequence.high_water = max(sequence.high_water, begin + count)
+        return again
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_tokens)
+
+    def _behind(self) -> int:
+        rows = self.table.prefill_rows()
+        return int((self.table.num_tokens[rows] - self.table.num_computed[rows]).sum())
+
+    def _allocate_decode(self) -> NDArray[np.intp]:
+        """Give every decode row room for its next token, oldest first, preempting the youngest."""
+        table = self.table
+        for row in table.decode_rows():
+            if table.stamp[row] < 0:
+                continue  # preempted by an older row just now
+            while table.num_tokens[row] > table.num_blocks[row] * self.limits.block_tokens:
+                if self.pool.can_allocate(1):
+                    table.add_blocks(row, self.pool.allocate(1))
+                elif self._preempt() == row:
+                    break
+        return table.decode_rows()
+
+    def _preempt(self) -> int:
+        """Send the youngest running sequence back to the head of the queue; returns its row."""
+        stamps = np.where(self.table.ready, self.table.stamp, -1)
+        row = int(np.argmax(stamps))
+        sequence = self.table.sequences[row]
+        assert sequence is not None and stamps[row] >= 0, "no sequence to preempt: admission let one in that cannot fit"
+        sequence.high_water = max(sequence.high_water, int(self.table.num_computed[row]))
+        self.pool.free(self.table.leave(row))
+        sequence.state = State.WAITING
+        sequence.transferred = False  # its KV is recomputed here
+        sequence.preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(sequence)
+        return row
+
+    def _admit(self) -> bool:
+        """Admit the head of the queue if a row and blocks for all its tokens are free."""
+        if not self.waiting or self.waiting[0].pending:
+            return False
+        row = self.table.free_row()
+        sequence = self.waiting[0]
+        need = self._blocks_for(sequence.num_known)
+        # One spare block per running sequence, so that admission does not cause preemption at once.
+        if row < 0 or not self.pool.can_allocate(need + self.table.num_running):
+            return False
+        self.waiting.popleft()
+        sequence.state = State.PULLING if sequence.transferred else State.RUNNING
+        computed = sequence.num_known - 1 if sequence.transferred else 0
+        self.table.enter(sequence, row, self.pool.allocate(need), computed)
+        if sequence.transferred:
+            self.started_pulls.append(sequence)
+        return True

@@ -1,0 +1,173 @@
+"""Sequences and the table of running ones: numbers in arrays, one row per running sequence.
+
+Knows nothing of blocks' contents, devices or clocks.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_runtime.spec.requests import Request
+
+
+class State(IntEnum):
+    """Where a sequence is. PULLING: its blocks are allocated, its KV is still on the way."""
+
+    WAITING = 0
+    PULLING = 1
+    RUNNING = 2
+    FINISHED = 3
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on one rank.
+
+    tokens        int32 [prompt + max_tokens]; the first `num_known` are known
+    stop_tokens   ids that end the sequence
+    handoff       the sequence leaves for a decode instance after its first token
+    transferred   it came from a prefill instance: its first `prompt` tokens have KV elsewhere
+    pending       sampled tokens still on the device
+    row           its row in the table, -1 when it is not running
+    high_water    tokens whose KV was computed at some time, here or on the prefill side
+    """
+
+    request: Request
+    tokens: NDArray[np.int32]
+    num_known: int
+    stop_tokens: frozenset[int]
+    handoff: bool = False
+    transferred: bool = False
+    state: State = State.WAITING
+    pending: int = 0
+    row: int = -1
+    preemptions: int = 0
+    high_water: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those sampled but not read yet."""
+        return self.num_known + self.pending
+
+
+def make_sequence(
+    request: Request, eos_token_ids: tuple[int, ...], *, handoff: bool = False, first_token: int | None = None
+) -> Sequence:
+    """A waiting sequence. With `first_token` it was prefilled elsewhere and has one output."""
+    prompt = np.asarray(request.prompt, np.int32)
+    tokens = np.zeros(len(prompt) + request.sampling.max_tokens, np.int32)
+    tokens[: len(prompt)] = prompt
+    known = len(prompt)
+    if first_token is not None:
+        tokens[known] = first_token
+        known += 1
+    stop = frozenset() if request.sampling.ignore_eos else frozenset(eos_token_ids)
+    return Sequence(
+        request=request,
+        tokens=tokens,
+        num_known=known,
+        stop_tokens=stop,
+        handoff=handoff,
+        transferred=first_token is not None,
+        high_water=len(prompt) if first_token is not None else 0,
+    )
+
+
+class SequenceTable:
+    """Running sequences as arrays; row r of every array belongs to `sequences[r]`.
+
+    stamp         int64, order of admission; -1 is a free row
+    num_tokens    int32, tokens known or sampled in flight
+    num_computed  int32, tokens whose KV is written or being written
+    max_tokens    int32, num_tokens at which nothing more is to be computed
+    num_blocks    int32, and blocks int32 [rows, max_blocks]
+    last_token    int32, the newest known token
+    last_sample   int32, index of the newest sample in the previous step, -1 when it is known
+    ready         bool, KV is here (False while PULLING)
+    """
+
+    def __init__(self, rows: int, max_blocks: int) -> None:
+        self.sequences: list[Sequence | None] = [None] * rows
+        self.stamp = np.full(rows, -1, np.int64)
+        self.num_tokens = np.zeros(rows, np.int32)
+        self.num_computed = np.zeros(rows, np.int32)
+        self.max_tokens = np.zeros(rows, np.int32)
+        self.num_blocks = np.zeros(rows, np.int32)
+        self.blocks = np.full((rows, max_blocks), -1, np.int32)
+        self.last_token = np.zeros(rows, np.int32)
+        self.last_sample = np.full(rows, -1, np.int32)
+        self.ready = np.zeros(rows, bool)
+        self.temperature = np.zeros(rows, np.float32)
+        self.seed = np.zeros(rows, np.int64)
+        self.prompt_len = np.zeros(rows, np.int32)
+        self.want_logits = np.zeros(rows, bool)
+        self._stamps = 0
+
+    @property
+    def num_running(self) -> int:
+        return int((self.stamp >= 0).sum())
+
+    def free_row(self) -> int:
+        """A free row, or -1."""
+        rows = np.flatnonzero(self.stamp < 0)
+        return int(rows[0]) if len(rows) else -1
+
+    def enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
+        """Give `sequence` the row and its blocks; `computed` tokens have KV (or are being pulled)."""
+        params = sequence.request.sampling
+        self.sequences[row] = sequence
+        sequence.row = row
+        self.stamp[row] = self._stamps
+        self._stamps += 1
+        self.num_tokens[row] = sequence.num_tokens
+        self.num_computed[row] = computed
+        self.prompt_len[row] = sequence.prompt_len
+        self.max_tokens[row] = sequence.prompt_len + 1 if sequence.handoff else len(sequence.tokens)
+        self.num_blocks[row] = len(blocks)
+        self.blocks[row] = -1
+        self.blocks[row, : len(blocks)] = blocks
+        self.last_token[row] = sequence.tokens[sequence.num_known - 1]
+        self.last_sample[row] = -1
+        self.temperature[row] = params.temperature
+        self.seed[row] = params.seed
+        self.want_logits[row] = params.want_logits
+        self.ready[row] = sequence.state is not State.PULLING
+
+    def leave(self, row: int) -> NDArray[np.int32]:
+        """Clear the row; returns the blocks it held."""
+        sequence = self.sequences[row]
+        assert sequence is not None
+        sequence.row = -1
+        self.sequences[row] = None
+        self.stamp[row] = -1
+        self.ready[row] = False
+        blocks = self.blocks[row, : self.num_blocks[row]].copy()
+        self.num_blocks[row] = 0
+        return blocks
+
+    def add_blocks(self, row: int, blocks: NDArray[np.int32]) -> None:
+        n = self.num_blocks[row]
+        self.blocks[row, n : n + len(blocks)] = blocks
+        self.num_blocks[row] = n + len(blocks)
+
+    def decode_rows(self) -> NDArray[np.intp]:
+        """Rows whose next step is one token: only their newest token lacks KV. In admission order."""
+        want = self.ready & (self.num_computed == self.num_tokens - 1) & (self.num_tokens < self.max_tokens)
+        want &= self.num_tokens > self.prompt_len
+        return self._in_order(want)
+
+    def prefill_rows(self) -> NDArray[np.intp]:
+        """Rows that still have prompt (or recomputed) tokens to compute, in admission order."""
+        behind = self.num_tokens - self.num_computed
+        want = self.ready & ((behind > 1) | ((behind == 1) & (self.num_tokens <= self.prompt_len)))
+        return self._in_order(want)
+
+    def _in_order(self, want: NDArray[np.bool_]) -> NDArray[np.intp]:
+        rows = np.flatnonzero(want)
+        return rows[np.argsort(self.stamp[rows])]
