@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 LOGIT_STD = 3.0
-BIAS_STD = 0.05
+BIAS_STD = 0.02
 # Standard deviation of the router logits of the r-th hottest expert: ROUTER_STD * (r + 1) ** -ROUTER_DECAY.
 # An expert with wide logits is chosen by nearly every token on its side of the hidden space.
 ROUTER_STD, ROUTER_DECAY = 3.0, 1.0
 # Gain over 1 / sqrt(fan in), by the last part of the tensor's name; 1 for the others.
 _GAINS = {
-    "q_proj": 1.6,
+    "q_norm": 1.7,
+    "k_norm": 1.7,
     "q_b_proj": 1.6,
-    "k_proj": 1.6,
     "kv_b_proj": 1.6,
     "down_proj": 1.6,
-    "o_proj": 1.0,
+    "o_proj": 0.8,
 }
 
 
@@ -34,7 +34,7 @@ def random_tensor(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
     if kind == "e_score_correction_bias":
         return noise * BIAS_STD
     if kind.endswith("norm"):
-        return 1.0 + 0.1 * noise
+        return _GAINS.get(kind, 1.0) * (1.0 + 0.1 * noise)
     if kind == "embed_tokens":
         return noise
     scale = 1.0 / math.sqrt(shape[-1])
