@@ -144,9 +144,9 @@ class RankSteps:
         """int64 [S]: rows run in each step."""
         return self.decode_tokens + self.prefill_tokens + self.recomputed_tokens
 
-    def select(self, mask: NDArray[np.bool_]) -> "RankSteps":
-        """The steps where `mask` bool [S] holds."""
-        return _like(self, {name: getattr(self, name)[mask] for name in COLUMNS})
+    def select(self, rows: NDArray[np.bool_] | NDArray[np.intp]) -> "RankSteps":
+        """The steps that `rows` names: bool [S], or indices in the order wanted."""
+        return _like(self, {name: getattr(self, name)[rows] for name in COLUMNS})
 
 
 def _like(steps: RankSteps, columns: dict[str, NDArray[np.generic]]) -> RankSteps:

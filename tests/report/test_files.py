@@ -1,0 +1,105 @@
+"""RUN.json on disk, and its documentation."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from moe_runtime.errors import InputError
+from moe_runtime.report import schema
+from moe_runtime.report.build import build_report
+from moe_runtime.report.files import load_report, save_report
+from moe_runtime.report.machine import read_commit, read_machine
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def saved(make, tmp_path):
+    report = build_report(*make.run())
+    path = tmp_path / "RUN.json"
+    save_report(path, report)
+    return path, report
+
+
+def test_a_report_survives_the_disk(saved):
+    path, report = saved
+    assert load_report(path) == report
+    assert [p.name for p in path.parent.iterdir()] == ["RUN.json"]
+    assert path.read_text().startswith('{\n  "schema_version": 1,')
+
+
+def test_failed_write_leaves_the_old_report(saved, monkeypatch):
+    path, report = saved
+    before = path.read_bytes()
+
+    def no_rename(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", no_rename)
+    with pytest.raises(InputError, match="No space left"):
+        save_report(path, msgspec.structs.replace(report, created="later"))
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["RUN.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(schema_version=2), "schema_version is 2, this version of moe-runtime reads 1"),
+        (lambda d: d.pop("schema_version"), "schema_version"),
+        (lambda d: d.pop("window"), "window"),
+        (lambda d: d.update(surprise=1), "surprise"),
+        (lambda d: d["deployments"][1].update(steps="many"), r"deployments\[1\]|deployments\[...\]"),
+        (lambda d: d["window"].update(basis="guess"), "basis"),
+    ],
+)
+def test_what_is_not_a_report_of_this_version_is_refused(saved, change, message):
+    path, _ = saved
+    data = json.loads(path.read_bytes())
+    change(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=message) as raised:
+        load_report(path)
+    assert str(path) in str(raised.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "PK\x03\x04"])
+def test_other_files_are_refused(tmp_path, text):
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="not a report"):
+        load_report(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        load_report(tmp_path / "missing.json")
+    with pytest.raises(InputError, match="cannot be read"):
+        load_report(tmp_path)
+
+
+def structs():
+    found = [v for v in vars(schema).values() if isinstance(v, type) and issubclass(v, msgspec.Struct)]
+    return [v for v in found if v is not msgspec.Struct]
+
+
+def test_every_field_is_documented():
+    text = (ROOT / "docs" / "report.md").read_text()
+    words = {part for code in re.findall(r"`([^`]+)`", text) for part in re.split(r"[^a-z0-9_]+", code)}
+    undocumented = {f for s in structs() for f in s.__struct_fields__} - words
+    assert not undocumented
+
+
+def test_json_schema_has_every_struct():
+    definitions = schema.json_schema()["$defs"]
+    assert set(definitions) == {s.__name__ for s in structs()}
+    assert set(definitions["Report"]["required"]) == set(schema.Report.__struct_fields__)
+
+
+def test_this_machine_is_described():
+    machine = read_machine(hardware="cpu-host", device="cpu")
+    assert machine.cores is not None
+    assert machine.cores >= 1
+    assert machine.memory_bytes is None or machine.memory_bytes > 2**20
+    commit = read_commit()
+    assert commit is None or re.fullmatch(r"[0-9a-f]{40}\+?", commit)
