@@ -16,7 +16,7 @@ class BlockPool:
         self.total = total
         self._free = list(range(total - 1, -1, -1))
         self._used = np.zeros(total, bool)
-        self._freed: list[int] = []
+        self._freed: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -35,6 +35,7 @@ class BlockPool:
         taken = self._free[len(self._free) - count :]
         del self._free[len(self._free) - count :]
         self._used[taken] = True
+        self._freed.difference_update(taken)
         return np.array(taken[::-1], np.int32)
 
     def free(self, blocks: Iterable[int]) -> None:
@@ -43,11 +44,11 @@ class BlockPool:
             assert self._used[block], f"block {block} freed twice"
             self._used[block] = False
             self._free.append(int(block))
-            self._freed.append(int(block))
+            self._freed.add(int(block))
 
     def take_freed(self) -> list[int]:
-        """Blocks freed since the last call (tests poison them)."""
-        freed, self._freed = self._freed, []
+        """Blocks freed since the last call and not handed out again (tests poison them)."""
+        freed, self._freed = sorted(self._freed), set()
         return freed
 
     def check(self) -> None:

@@ -75,12 +75,12 @@ class Scheduler:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         longest = min(limits.max_positions, limits.num_blocks * limits.block_tokens)
-        self.table = SequenceTable(limits.max_sequences, self._blocks_for(longest))
+        self.table = SequenceTable(limits.max_sequences, self.blocks_for(longest))
         self.rows = RowBuilder(self.table, limits.block_tokens)
         self.waiting: deque[Sequence] = deque()
-        self.started_pulls: list[Sequence] = []
+        self._started_pulls: list[Sequence] = []
         self.by_request: dict[int, Sequence] = {}
-        self.num_preemptions = 0
+        self._preemptions = 0
         self._decode: NDArray[np.intp] = np.zeros(0, np.intp)
 
     # -- requests -----------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Scheduler:
             raise RequestRefused(
                 f"prompt {prompt_len} + max_tokens {max_tokens} exceed the model's {self.limits.max_positions} positions"
             )
-        if self._blocks_for(total) > self.limits.num_blocks:
+        if self.blocks_for(total) > self.limits.num_blocks:
             room = self.limits.num_blocks * self.limits.block_tokens
             raise RequestRefused(f"prompt {prompt_len} + max_tokens {max_tokens} exceed the {room} tokens of kv_cache.blocks")
 
@@ -123,6 +123,15 @@ class Scheduler:
         self.table.ready[sequence.row] = True
         if not ok:
             self.table.num_computed[sequence.row] = 0
+
+    def take_started_pulls(self) -> list[Sequence]:
+        """Transferred sequences admitted since the last call: their blocks wait for KV."""
+        started, self._started_pulls = self._started_pulls, []
+        return started
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.limits.block_tokens)
 
     @property
     def num_requests(self) -> int:
@@ -185,9 +194,16 @@ class Scheduler:
             events.append(self._event(sequence, index, token))
         return events
 
-    def check_invariants(self) -> None:
-        """Assert that every block is free, or owned by exactly one row (leased blocks are the caller's)."""
+    def take_preemptions(self) -> int:
+        """Preemptions since the last call."""
+        count, self._preemptions = self._preemptions, 0
+        return count
+
+    def check_invariants(self, *, leased: int = 0) -> None:
+        """Assert that every block is free, owned by a row, or one of the caller's `leased` blocks."""
         self.pool.check()
+        owned = int(self.table.num_blocks.sum())
+        assert owned + leased == self.pool.num_used, (owned, leased, self.pool.num_used)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -218,16 +234,14 @@ class Scheduler:
         del self.by_request[sequence.request.id]
 
     def _recomputed(self, row: int, count: int) -> int:
-        """How many of the next `count` tokens of the row were computed before; moves the mark."""
+        """How many of the next `count` rows are not prompt tokens run for the first time; moves the mark."""
         sequence = self.table.sequences[row]
         assert sequence is not None
         begin = int(self.table.num_computed[row])
-        again = max(0, min(count, sequence.high_water - begin))
-        sequence.high_water = max(sequence.high_water, begin + count)
-        return again
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_tokens)
+        end = begin + count
+        first_time = max(0, min(end, sequence.prompt_len) - max(begin, sequence.high_water))
+        sequence.high_water = max(sequence.high_water, end)
+        return count - first_time
 
     def _behind(self) -> int:
         rows = self.table.prefill_rows()
@@ -257,7 +271,7 @@ class Scheduler:
         sequence.state = State.WAITING
         sequence.transferred = False  # its KV is recomputed here
         sequence.preemptions += 1
-        self.num_preemptions += 1
+        self._preemptions += 1
         self.waiting.appendleft(sequence)
         return row
 
@@ -267,7 +281,7 @@ class Scheduler:
             return False
         row = self.table.free_row()
         sequence = self.waiting[0]
-        need = self._blocks_for(sequence.num_known)
+        need = self.blocks_for(sequence.num_known)
         # One spare block per running sequence, so that admission does not cause preemption at once.
         if row < 0 or not self.pool.can_allocate(need + self.table.num_running):
             return False
@@ -276,5 +290,5 @@ class Scheduler:
         computed = sequence.num_known - 1 if sequence.transferred else 0
         self.table.enter(sequence, row, self.pool.allocate(need), computed)
         if sequence.transferred:
-            self.started_pulls.append(sequence)
+            self._started_pulls.append(sequence)
         return True

@@ -1,0 +1,15 @@
+"""Lines for the person at the terminal: progress and errors on stderr, results on stdout."""
+
+import sys
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    sys.stderr.write(text.rstrip("\n") + "\n")
+    sys.stderr.flush()
+
+
+def show(text: str) -> None:
+    """A result on stdout."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()

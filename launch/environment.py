@@ -1,0 +1,73 @@
+"""Who started this process, and as which rank: torchrun, mpirun, our own launcher, or nobody.
+
+Pure functions of an environment mapping; nothing is imported or contacted here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_runtime.errors import InputError
+
+RANK = "MOE_RUNTIME_RANK"
+WORLD = "MOE_RUNTIME_WORLD_SIZE"
+PORT = "MOE_RUNTIME_STORE_PORT"
+LISTEN_FD = "MOE_RUNTIME_STORE_FD"
+FRONTEND = "MOE_RUNTIME_FRONTEND"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEnvironment:
+    """This process is rank `rank` of `world_size`, started by `launcher`.
+
+    `attempt` counts restarts by the launcher, so that a restarted world never meets keys of the old one.
+    """
+
+    launcher: Literal["self", "torchrun", "mpirun"]
+    rank: int
+    world_size: int
+    store_host: str = "127.0.0.1"
+    store_port: int = 0
+    store_fd: int | None = None
+    agent_store: bool = False
+    attempt: int = 0
+
+
+def detect(env: Mapping[str, str]) -> RankEnvironment | None:
+    """The rank this process is, or None when it was started by hand.
+
+    Raises InputError when a launcher's variables are incomplete.
+    """
+    if RANK in env:
+        fd = env.get(LISTEN_FD)
+        return RankEnvironment(
+            launcher="self",
+            rank=int(env[RANK]),
+            world_size=int(env[WORLD]),
+            store_port=int(env[PORT]),
+            store_fd=int(fd) if fd else None,
+        )
+    if "TORCHELASTIC_RUN_ID" in env:
+        return RankEnvironment(
+            launcher="torchrun",
+            rank=_number(env, "RANK"),
+            world_size=_number(env, "WORLD_SIZE"),
+            store_host=env.get("MASTER_ADDR", "127.0.0.1"),
+            store_port=_number(env, "MASTER_PORT"),
+            agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+    if "OMPI_COMM_WORLD_RANK" in env:
+        return RankEnvironment(
+            launcher="mpirun",
+            rank=_number(env, "OMPI_COMM_WORLD_RANK"),
+            world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
+        )
+    return None
+
+
+def _number(env: Mapping[str, str], name: str) -> int:
+    try:
+        return int(env[name])
+    except (KeyError, ValueError):
+        raise InputError(f"the launcher set {name} to {env.get(name)!r}; a number is needed") from None

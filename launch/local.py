@@ -1,0 +1,89 @@
+"""The built-in launcher: starts the ranks of this host, watches them, and reaps every one.
+
+The first rank that fails ends all of them. Ranks lead sessions of their own, so that what they
+started dies with them; they watch this process, so that they die with it too.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from moe_runtime.launch import environment
+from moe_runtime.launch.console import say
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 3.0
+
+
+def launch(argv: Sequence[str], num_ranks: int) -> int:
+    """Run `python -m moe_runtime ARGV` as `num_ranks` ranks; returns the exit code of the first failure, or 0."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.set_inheritable(True)
+        ranks = [_start(argv, rank, num_ranks, listener) for rank in range(num_ranks)]
+    previous = {s: signal.signal(s, _raise_interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return _supervise(ranks)
+    except KeyboardInterrupt as interrupt:
+        say("interrupted: stopping all ranks")
+        return 128 + int(interrupt.args[0] if interrupt.args else signal.SIGINT)
+    finally:
+        _end_all(ranks)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _raise_interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def _start(argv: Sequence[str], rank: int, num_ranks: int, listener: socket.socket) -> "subprocess.Popen[bytes]":
+    env = dict(os.environ)
+    env[environment.RANK] = str(rank)
+    env[environment.WORLD] = str(num_ranks)
+    env[environment.PORT] = str(listener.getsockname()[1])
+    fds = []
+    if rank == 0:
+        # Rank 0 hosts the store on a socket that listens already: no port can be lost in between.
+        env[environment.LISTEN_FD] = str(listener.fileno())
+        fds = [listener.fileno()]
+    command = [sys.executable, "-m", "moe_runtime", *argv]
+    return subprocess.Popen(command, env=env, pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL)
+
+
+def _supervise(ranks: "list[subprocess.Popen[bytes]]") -> int:
+    running = dict(enumerate(ranks))
+    while running:
+        for rank, process in list(running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del running[rank]
+            if code < 0:
+                say(f"rank {rank} was killed by {signal.Signals(-code).name}")
+                return 128 - code
+            if code > 0:
+                return code
+        time.sleep(POLL_SECONDS)
+    return 0
+
+
+def _end_all(ranks: "list[subprocess.Popen[bytes]]") -> None:
+    """SIGTERM, then SIGKILL, to every rank's session; returns when all are reaped."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for process in ranks:
+            _signal_session(process, number)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+
+def _signal_session(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return

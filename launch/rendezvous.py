@@ -1,0 +1,94 @@
+"""The launcher's store: used at start-up only, to learn addresses and to agree on the plan.
+
+Every key lives under a prefix with the restart count, so a restarted world never meets old keys.
+"""
+
+import time
+from datetime import timedelta
+from typing import TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from moe_runtime.errors import MoeRuntimeError
+from moe_runtime.launch.environment import RankEnvironment
+
+START_TIMEOUT = 600.0
+REPORT_EVERY = 5.0
+T = TypeVar("T")
+
+
+class Rendezvous:
+    """This rank's view of the store."""
+
+    def __init__(self, env: RankEnvironment) -> None:
+        self.env = env
+        store = _open_mpi(env) if env.launcher == "mpirun" else _open(env)
+        self.store: dist.Store = dist.PrefixStore(f"/moe_runtime/attempt_{env.attempt}", store)
+
+    def publish(self, key: str, value: object) -> None:
+        """Make a value (anything msgspec can encode) known to all ranks under (key, this rank)."""
+        self.store.set(f"{key}/{self.env.rank}", msgspec.json.encode(value))
+
+    def gather(self, key: str, value_type: type[T], phase: str) -> list[T]:
+        """COLLECTIVE: what every rank published under `key`, in rank order.
+
+        Rank 0 says every few seconds which ranks it still waits for; MoeRuntimeError after
+        `START_TIMEOUT` seconds.
+        """
+        deadline = time.monotonic() + START_TIMEOUT
+        missing = list(range(self.env.world_size))
+        values: dict[int, T] = {}
+        report_at = time.monotonic() + REPORT_EVERY
+        while missing:
+            for rank in list(missing):
+                if self.store.check([f"{key}/{rank}"]):
+                    values[rank] = msgspec.json.decode(self.store.get(f"{key}/{rank}"), type=value_type)
+                    missing.remove(rank)
+            now = time.monotonic()
+            if missing and now > deadline:
+                raise MoeRuntimeError(f"{phase}: ranks {missing} did not arrive within {START_TIMEOUT:.0f} s")
+            if missing and now > report_at and self.env.rank == 0:
+                from moe_runtime.launch.console import say
+
+                say(f"{phase}: waiting for ranks {missing}")
+                report_at = now + REPORT_EVERY
+            if missing:
+                time.sleep(0.01)
+        return [values[r] for r in range(self.env.world_size)]
+
+    def first_to_fail(self) -> int:
+        """Claim to be the first rank that failed; returns the rank that really was."""
+        claimed = self.store.compare_set("first_failure", "", str(self.env.rank))
+        return int(claimed.decode())
+
+    def same_everywhere(self, key: str, value: str) -> bool:
+        """True if no rank has published another value under `key`."""
+        return bool(self.store.compare_set(key, "", value).decode() == value)
+
+
+def _open(env: RankEnvironment) -> dist.Store:
+    return dist.TCPStore(
+        env.store_host,
+        env.store_port,
+        env.world_size,
+        is_master=env.rank == 0 and not env.agent_store,
+        timeout=timedelta(seconds=START_TIMEOUT),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=env.store_fd,
+    )
+
+
+def _open_mpi(env: RankEnvironment) -> dist.Store:
+    """Rank 0 opens a store on a free port and tells the others over MPI."""
+    from moe_runtime.launch.mpi import world
+
+    comm = world()
+    if env.rank == 0:
+        host = "127.0.0.1"
+        store = dist.TCPStore(host, 0, env.world_size, is_master=True, wait_for_workers=False)
+        comm.bcast(f"{host}:{store.port}", root=0)
+        return store
+    host, port = comm.bcast(None, root=0).rsplit(":", 1)
+    return dist.TCPStore(host, int(port), env.world_size, is_master=False, wait_for_workers=False)

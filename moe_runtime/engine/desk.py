@@ -1,0 +1,231 @@
+"""RequestDesk: one rank's dealings with frontends and with ranks of other instances. LOCAL.
+
+Turns messages into scheduler calls and token events into messages; keeps leases and pulls.
+Takes no part in a step: nothing here may change which collectives run.
+"""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from moe_runtime.engine.messages import (
+    Abort,
+    Collect,
+    Hello,
+    Prefilled,
+    Ready,
+    Refused,
+    Release,
+    Shutdown,
+    Stats,
+    StepTokens,
+    Submit,
+    SubmitTransferred,
+    Token,
+    ToRank,
+    Wake,
+)
+from moe_runtime.engine.sockets import Inbox, Outbox
+from moe_runtime.errors import RequestRefused, TransferError
+from moe_runtime.report.records import StepLog, pack
+from moe_runtime.scheduler.scheduler import Scheduler, TokenEvent
+from moe_runtime.scheduler.sequences import Sequence, make_sequence
+from moe_runtime.transfer.handoff import Handoff, KVSource
+from moe_runtime.transfer.host import HostPool
+from moe_runtime.transfer.interface import KVTransport, Pull
+from moe_runtime.transfer.leases import Leases
+
+FRONTEND_SHIFT = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who this rank is. `addresses[(instance, rank)]` are the inboxes of all ranks of the launch."""
+
+    instance: str
+    deployment: str
+    rank: int
+    num_ranks: int
+    addresses: dict[tuple[str, int], str]
+
+
+@dataclass(slots=True)
+class _Pulling:
+    sequence: Sequence
+    pull: Pull
+    source: KVSource
+
+
+@dataclass(slots=True)
+class RequestDesk:
+    """`pool` and `leases` serve a prefill rank, `transport` a decode rank; either may be unused."""
+
+    identity: Identity
+    inbox: "Inbox[ToRank]"
+    outbox: Outbox
+    scheduler: Scheduler
+    log: StepLog
+    eos_token_ids: tuple[int, ...]
+    leases: Leases
+    pool: HostPool | None
+    transport: KVTransport | None
+    load_seconds: float = 0.0
+    stopping: bool = False
+    wake_step: int = -1
+    changed: bool = False
+    _frontends: dict[int, str] = field(default_factory=dict)
+    _sources: dict[int, KVSource] = field(default_factory=dict)
+    _pulls: list[_Pulling] = field(default_factory=list)
+
+    def receive(self) -> None:
+        """Handle every message that is there, pulls that ended and leases that are over."""
+        for message in self.inbox.drain():
+            self._handle(message)
+        self._start_pulls()
+        self._poll_pulls()
+        for lease in self.leases.expire(time.monotonic()):
+            self._end_lease(lease.blocks)
+
+    @property
+    def has_work(self) -> bool:
+        """There is something that a step could run or should learn of."""
+        running = self.scheduler.table.ready.any()
+        return bool(running) or bool(self.scheduler.waiting) or self.idle_stop
+
+    @property
+    def idle_stop(self) -> bool:
+        """Told to stop, and nothing is left to do."""
+        return self.stopping and not self.scheduler.num_requests and not len(self.leases)
+
+    def patience(self) -> float:
+        """Seconds this rank may sleep before it must look again by itself."""
+        if self._pulls:
+            return 0.001
+        expiry = self.leases.next_expiry()
+        return 1.0 if expiry is None else max(0.001, min(1.0, expiry - time.monotonic()))
+
+    def wake_peers(self, step: int) -> None:
+        """Tell the other ranks of the instance that this one goes on to `step`."""
+        for rank in range(self.identity.num_ranks):
+            if rank != self.identity.rank:
+                self.outbox.send(self.identity.addresses[self.identity.instance, rank], Wake(step=step))
+
+    def deliver(self, events: list[TokenEvent], logits: dict[int, bytes]) -> None:
+        """Send a step's tokens; `logits[sample]` are float32 bytes of samples that wanted them."""
+        tokens: dict[int, list[Token]] = defaultdict(list)
+        for event in events:
+            request = event.sequence.request.id
+            frontend = request >> FRONTEND_SHIFT
+            if event.kind == "handoff":
+                handoff = self._grant(event)
+                self._tell(frontend, Prefilled(handoff=handoff, logits=logits.get(event.sample)))
+                continue
+            tokens[frontend].append(Token(request, event.token, event.finish_reason, logits.get(event.sample)))
+        for frontend, batch in tokens.items():
+            self._tell(frontend, StepTokens(instance=self.identity.instance, rank=self.identity.rank, tokens=batch))
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _handle(self, message: ToRank) -> None:
+        self.changed = True
+        match message:
+            case Submit(request=request, handoff=handoff):
+                self._add(make_sequence(request, self.eos_token_ids, handoff=handoff))
+            case SubmitTransferred(request=request, handoff=handoff):
+                first = handoff.first_token
+                sequence = make_sequence(request, self.eos_token_ids, first_token=first)
+                self._sources[request.id] = handoff.source
+                if not self._add(sequence):
+                    self._release(self._sources.pop(request.id))
+            case Abort(request=request_id):
+                self._abort(request_id)
+            case Release(lease=lease):
+                blocks = self.leases.release(lease)
+                if blocks is not None:
+                    self._end_lease(blocks)
+            case Wake(step=step):
+                self.wake_step = max(self.wake_step, step)
+            case Hello(frontend=frontend, address=address):
+                self._frontends[frontend] = address
+                me = self.identity
+                self._tell(frontend, Ready(instance=me.instance, rank=me.rank, load_seconds=self.load_seconds))
+            case Collect():
+                self._send_stats()
+            case Shutdown():
+                self.stopping = True
+
+    def _add(self, sequence: Sequence) -> bool:
+        try:
+            self.scheduler.add(sequence)
+        except RequestRefused as refusal:
+            request = sequence.request.id
+            self._tell(request >> FRONTEND_SHIFT, Refused(request=request, reason=str(refusal)))
+            return False
+        return True
+
+    def _abort(self, request_id: int) -> None:
+        self.scheduler.abort(request_id)
+        for blocks in self.leases.release_request(request_id):
+            self._end_lease(blocks)
+        pulling = any(p.sequence.request.id == request_id for p in self._pulls)
+        source = None if pulling else self._sources.pop(request_id, None)
+        if source is not None:
+            self._release(source)
+
+    def _start_pulls(self) -> None:
+        for sequence in self.scheduler.take_started_pulls():
+            assert self.transport is not None
+            source = self._sources.pop(sequence.request.id)
+            blocks = self.scheduler.table.blocks[sequence.row, : self.scheduler.table.num_blocks[sequence.row]]
+            self._pulls.append(_Pulling(sequence, self.transport.start_pull(source, blocks), source))
+
+    def _poll_pulls(self) -> None:
+        for pulling in list(self._pulls):
+            try:
+                arrived = pulling.pull.poll()
+            except TransferError:
+                arrived = False  # recomputed from the prompt, which this rank has
+            if arrived is None:
+                continue
+            self._pulls.remove(pulling)
+            self.scheduler.pulled(pulling.sequence, ok=arrived)
+            self._release(pulling.source)
+            self.changed = True
+
+    def _grant(self, event: TokenEvent) -> Handoff:
+        assert event.blocks is not None
+        request, me = event.sequence.request, self.identity
+        blocks = event.blocks[: self.scheduler.blocks_for(event.sequence.prompt_len)]
+        lease = self.leases.grant(request.id, event.blocks, time.monotonic())
+        if self.pool is not None:
+            self.pool.stamp(event.blocks, lease.id)
+        source = KVSource(
+            instance=me.instance,
+            rank=me.rank,
+            lease=lease.id,
+            num_tokens=event.sequence.prompt_len,
+            blocks=[blocks.tolist()],
+        )
+        return Handoff(request=request.id, first_token=event.token, source=source)
+
+    def _end_lease(self, blocks: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> None:
+        if self.pool is not None:
+            self.pool.stamp(blocks, None)
+        self.scheduler.pool.free(blocks.tolist())
+        self.changed = True
+
+    def _release(self, source: KVSource) -> None:
+        address = self.identity.addresses[source.instance, source.rank]
+        self.outbox.send(address, Release(lease=source.lease))
+
+    def _send_stats(self) -> None:
+        me, batch = self.identity, pack(self.log.take())
+        for frontend in self._frontends:
+            self._tell(frontend, Stats(instance=me.instance, rank=me.rank, batch=batch, last=True))
+
+    def _tell(self, frontend: int, message: "Ready | StepTokens | Prefilled | Refused | Stats") -> None:
+        address = self._frontends.get(frontend)
+        assert address is not None, f"frontend {frontend} never said hello"
+        self.outbox.send(address, message)

@@ -1,0 +1,89 @@
+"""From StepInputs (host arrays) to StepContext (device tensors), and through the model once."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moe_runtime.engine import overlap
+from moe_runtime.engine.agree import StepDecision
+from moe_runtime.engine.sampler import sample
+from moe_runtime.models.context import Clock, PrefillSegment, StepContext
+from moe_runtime.models.decoder import Decoder
+from moe_runtime.scheduler.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a step leaves on the device: tokens int64 [N], and logits float32 [N, V] if some are wanted."""
+
+    tokens_N: Tensor
+    logits_NV: Tensor | None
+
+
+NO_SAMPLES = Samples(torch.zeros(0, dtype=torch.int64), None)
+
+
+def make_context(
+    inputs: StepInputs,
+    decision: StepDecision,
+    *,
+    previous: Samples,
+    kv_cache: list[Tensor],
+    block_tokens: int,
+    clock: Clock,
+) -> StepContext:
+    """The device's view of a step; references into `previous` samples are resolved on the device."""
+    device = kv_cache[0].device
+    token_ids_T = _to(inputs.token_ids_T, device)
+    refs = np.flatnonzero(inputs.token_ids_T < 0)
+    if len(refs):
+        rows = _to(refs, device)
+        token_ids_T[rows] = previous.tokens_N[_to(-inputs.token_ids_T[refs] - 1, device)]
+    starts, context = inputs.segment_starts_P1.tolist(), inputs.segment_context_P.tolist()
+    segments = tuple(
+        PrefillSegment(
+            start=starts[p],
+            stop=starts[p + 1],
+            context=context[p],
+            blocks=_to(_used(inputs.segment_blocks_PB[p], context[p] + starts[p + 1] - starts[p], block_tokens), device),
+        )
+        for p in range(inputs.num_segments)
+    )
+    longest = int(inputs.decode_context_D.max(initial=0))
+    width = -(-longest // block_tokens)
+    return StepContext(
+        token_ids_T=token_ids_T,
+        positions_T=_to(inputs.positions_T, device),
+        kv_slots_T=_to(inputs.kv_slots_GT[0], device),
+        num_decode=inputs.num_decode,
+        decode_blocks_DB=_to(np.maximum(inputs.decode_blocks_DB[:, :width], 0), device),
+        decode_context_D=_to(inputs.decode_context_D, device),
+        max_context=longest,
+        segments=segments,
+        kv_cache=kv_cache,
+        clock=clock,
+        rounds=decision.rounds,
+        round_tokens=decision.round_tokens,
+    )
+
+
+def run(decoder: Decoder, step: StepContext, inputs: StepInputs) -> Samples:
+    """COLLECTIVE: one forward pass and its samples; every rank of the instance calls it."""
+    x_TH = decoder.embed(step)
+    (x_TH,) = overlap.run([(x_TH, step)], decoder.layers)
+    if not len(inputs.sample_rows_N):
+        return NO_SAMPLES
+    logits_NV = decoder.logits(x_TH[_to(inputs.sample_rows_N, x_TH.device)])
+    tokens_N = sample(logits_NV, inputs.temperature_N, inputs.seed_N, inputs.output_position_N)
+    return Samples(tokens_N, logits_NV if inputs.want_logits_N.any() else None)
+
+
+def _used(blocks_B: NDArray[np.int32], num_tokens: int, block_tokens: int) -> NDArray[np.int32]:
+    return blocks_B[: -(-num_tokens // block_tokens)]
+
+
+def _to(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64)).to(device)

@@ -1,0 +1,135 @@
+"""RankEngine: the step loop of one rank. A step reads propose -> agree -> forward -> commit.
+
+All ranks of an instance run this loop in lock-step; whatever decides which collectives run
+comes out of `agree`. With pipeline depth 1 a step is committed after the next one is launched.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_runtime.engine import device_step
+from moe_runtime.engine.agree import AgreeLimits, StepDecision, StepKind, StepProposal, agree
+from moe_runtime.engine.clock import StepClock
+from moe_runtime.engine.desk import RequestDesk
+from moe_runtime.engine.device_step import NO_SAMPLES, Samples
+from moe_runtime.engine.exchange import Exchange
+from moe_runtime.engine.recorder import record_step
+from moe_runtime.expert_parallel.meter import TransportMeter
+from moe_runtime.models.decoder import Decoder
+from moe_runtime.scheduler.scheduler import Scheduled, Scheduler
+
+POISON = 1e30  # finite, so that a masked position times zero stays zero
+
+
+@dataclass(slots=True)
+class RankEngine:
+    """One rank. `alive` has one flag per rank of the instance; `poison` overwrites freed KV (tests)."""
+
+    desk: RequestDesk
+    scheduler: Scheduler
+    decoder: Decoder
+    kv_cache: list[Tensor]
+    exchange: Exchange
+    limits: AgreeLimits
+    meter: TransportMeter
+    pipeline_depth: int
+    poison: bool = False
+    clock: StepClock = field(default_factory=StepClock)
+    step_number: int = 0
+    _in_flight: deque[tuple[Scheduled, Samples]] = field(default_factory=deque)
+    _previous: Samples = NO_SAMPLES
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """COLLECTIVE: step until all ranks agree to stop."""
+        while self.step() is not StepKind.STOP:
+            pass
+
+    def step(self) -> StepKind:
+        """COLLECTIVE: one turn of the loop."""
+        self.clock.begin()
+        self.desk.receive()
+        decision = self._agree(self._propose())
+        if decision.kind is StepKind.FORWARD:
+            scheduled = self._forward(decision)
+            self._commit(leave=self.pipeline_depth)
+            record_step(self, scheduled, decision)
+        elif decision.kind is StepKind.FLUSH:
+            self._commit(leave=0)
+        elif decision.kind is StepKind.PARK:
+            self._park()
+        self.step_number += 1
+        return decision.kind
+
+    def _propose(self) -> StepProposal:
+        work = self.scheduler.propose()
+        return StepProposal(
+            decode_tokens=work.decode_tokens,
+            prefill_tokens=work.prefill_tokens,
+            in_flight=len(self._in_flight),
+            stop=self.desk.idle_stop,
+            placement_epoch=0,
+            membership_epoch=0,
+            alive=(True,) * self.desk.identity.num_ranks,
+        )
+
+    def _agree(self, proposal: StepProposal) -> StepDecision:
+        self.clock.enter("waiting")
+        vectors = self.exchange(self.step_number, proposal.to_vector())
+        self.clock.enter("other")
+        proposals = [StepProposal.from_vector(v, len(vectors)) for v in vectors]
+        return agree(proposals, self.limits)
+
+    def _forward(self, decision: StepDecision) -> Scheduled:
+        scheduled = self.scheduler.build(decision.token_level)
+        step = device_step.make_context(
+            scheduled.inputs,
+            decision,
+            previous=self._previous,
+            kv_cache=self.kv_cache,
+            block_tokens=self.scheduler.limits.block_tokens,
+            clock=self.clock,
+        )
+        self._previous = device_step.run(self.decoder, step, scheduled.inputs)
+        self.clock.enter("other")
+        self._in_flight.append((scheduled, self._previous))
+        return scheduled
+
+    def _commit(self, *, leave: int) -> None:
+        """Read the samples of all but the newest `leave` steps and send what they mean."""
+        while len(self._in_flight) > leave:
+            scheduled, samples = self._in_flight.popleft()
+            tokens_N = samples.tokens_N.cpu().numpy().astype(np.int32)
+            events = self.scheduler.commit(scheduled, tokens_N)
+            self.desk.deliver(events, _wanted_logits(scheduled, samples))
+        self.scheduler.check_invariants(leased=self.desk.leases.num_blocks)
+        if self.poison:
+            self._poison_freed()
+
+    def _park(self) -> None:
+        """Block until a message, a finished pull or a peer gives this rank something to do."""
+        self.desk.changed = False
+        while self.desk.wake_step <= self.step_number:
+            if self.desk.changed and self.desk.has_work:
+                self.desk.wake_peers(self.step_number + 1)
+                return
+            self.desk.changed = False
+            self.desk.inbox.wait(self.desk.patience())
+            self.desk.receive()
+
+    def _poison_freed(self) -> None:
+        freed = self.scheduler.pool.take_freed()
+        if freed:
+            for layer in self.kv_cache:
+                layer[freed] = POISON
+
+
+def _wanted_logits(scheduled: Scheduled, samples: Samples) -> dict[int, bytes]:
+    if samples.logits_NV is None:
+        return {}
+    wanted = np.flatnonzero(scheduled.inputs.want_logits_N).tolist()
+    return {n: samples.logits_NV[n].float().cpu().numpy().tobytes() for n in wanted}

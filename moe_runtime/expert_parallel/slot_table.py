@@ -1,0 +1,50 @@
+"""SlotTable: the device mirror of a Placement, at fixed addresses, as one rank sees it.
+
+L MoE layers, E experts, S slots. CSR: replicas of expert e are
+replica_slots[l, replica_start[l, e] : replica_start[l, e+1]].
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.registry import select
+from moe_runtime.models.context import StepContext
+from moe_runtime.placement.placement import FULL_RANGE, Placement
+
+
+class SlotTable:
+    """replica_start int32 [L, E+1], replica_slots int32 [L, S], cumulative uint16 [L, S].
+
+    `offset` shifts this rank's place in the cumulative tables, so that ranks with few tokens
+    spread over the replicas instead of all meeting the same one.
+    """
+
+    def __init__(self, placement: Placement, *, source_rank: int, device: torch.device) -> None:
+        start, slots = placement.replicas
+        self.epoch = placement.epoch
+        self.replica_start = torch.from_numpy(start).to(device)
+        self.replica_slots = torch.from_numpy(slots).to(device)
+        self.cumulative = torch.from_numpy(placement.cumulative_csr).to(device)
+        self.offset = source_rank * FULL_RANGE // placement.num_ranks
+        self._choose = select("choose_slots", device.type)
+
+    def layer(self, moe_layer: int) -> "LayerSlots":
+        """The view that one decoder layer is built with."""
+        return LayerSlots(self, moe_layer, self._choose)
+
+
+class LayerSlots:
+    """One layer's tables; holds views, so an update of the table is seen at once."""
+
+    def __init__(self, table: SlotTable, moe_layer: int, choose: Callable[..., Tensor]) -> None:
+        self._start = table.replica_start[moe_layer]
+        self._slots = table.replica_slots[moe_layer]
+        self._cumulative = table.cumulative[moe_layer]
+        self._offset = table.offset
+        self._kernel = choose
+
+    def choose(self, expert_ids_TK: Tensor, step: StepContext) -> Tensor:
+        """Expert ids int64 [T, K] -> slot ids int64 [T, K], `balanced` mode."""
+        return self._kernel(expert_ids_TK, self._start, self._slots, self._cumulative, self._offset)
