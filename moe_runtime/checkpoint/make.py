@@ -72,6 +72,7 @@ def _write(folder: Path, config: dict[str, Any], size: str, dtype: torch.dtype, 
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {t.source: _tensor(t, dtype, seed) for t in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(0o644)  # save_file leaves it readable by its owner only
         weight_map.update(dict.fromkeys(tensors, name))
     total = sum(_nbytes(t, dtype.itemsize) for shard in shards for t in shard)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
