@@ -126,6 +126,13 @@ class RequestDesk:
         for frontend, batch in tokens.items():
             self._tell(frontend, StepTokens(instance=self.identity.instance, rank=self.identity.rank, tokens=batch))
 
+    def close(self) -> None:
+        """Close the sockets once what was sent is out, and the transfer thread."""
+        self.inbox.close()
+        self.outbox.close()
+        if self.transport is not None:
+            self.transport.close()
+
     # -- inside -------------------------------------------------------------------------------
 
     def _handle(self, message: ToRank) -> None:

@@ -65,6 +65,10 @@ class RankEngine:
         self.step_number += 1
         return decision.kind
 
+    def close(self) -> None:
+        """LOCAL: let queued messages leave, close sockets and the transfer thread."""
+        self.desk.close()
+
     def _propose(self) -> StepProposal:
         work = self.scheduler.propose()
         return StepProposal(

@@ -57,3 +57,7 @@ class KVTransport(Protocol):
     def start_pull(self, source: KVSource, blocks: NDArray[np.int32]) -> Pull:
         """Copy the source's blocks into `blocks` (int32, same order) of this rank's pool."""
         ...
+
+    def close(self) -> None:
+        """Give up pulls that have not begun and stop."""
+        ...

@@ -1,0 +1,98 @@
+"""The command line: parses arguments, runs one command, turns user errors into exit code 2."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import moe_runtime
+from moe_runtime.errors import MoeRuntimeError, UserError
+from moe_runtime.launch.console import say
+
+FAMILIES = ("deepseek_v3", "qwen3_moe")
+SIZES = ("tiny", "small")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command; returns the exit code: 0, 1 for a failure, 2 for something the user can mend."""
+    arguments = parser().parse_args(argv)
+    # A command's module is imported only when it runs: `check` must not wait for torch.
+    command = import_module(f"moe_runtime.launch.commands.{arguments.command.replace('-', '_')}")
+    try:
+        code: int = command.run(arguments, list(argv))
+    except UserError as error:
+        say(f"error: {error}")
+        return 2
+    except MoeRuntimeError as error:
+        say(f"failed: {error}")
+        return 1
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 1
+    return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; a test freezes it."""
+    root = argparse.ArgumentParser(prog="moe-runtime", description=moe_runtime.__doc__)
+    root.add_argument("--version", action="version", version=f"moe-runtime {moe_runtime.__version__}")
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _make_checkpoint(commands.add_parser("make-checkpoint", help="write a small checkpoint with random weights"))
+    _check(commands.add_parser("check", help="validate a plan; print what would run and the memory per rank"))
+    _generate(commands.add_parser("generate", help="generate from a file of prompts"))
+    _bench(commands.add_parser("bench", help="replay a request trace and write a throughput-per-node report"))
+    _report(commands.add_parser("report", help="print saved reports, side by side"))
+    return root
+
+
+def _make_checkpoint(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--family", required=True, choices=FAMILIES)
+    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder to create")
+    p.add_argument("--size", choices=SIZES, default="small")
+    p.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    p.add_argument("--seed", type=int, default=0)
+
+
+def _plan(p: argparse.ArgumentParser) -> None:
+    p.add_argument("plan", type=Path, metavar="PLAN", help="a YAML plan")
+    p.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="KEY.PATH=VALUE",
+        help="override a key of the plan; may be repeated",
+    )
+
+
+def _check(p: argparse.ArgumentParser) -> None:
+    _plan(p)
+    p.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+def _generate(p: argparse.ArgumentParser) -> None:
+    _plan(p)
+    p.add_argument("--prompts", required=True, type=Path, metavar="IN.jsonl")
+    p.add_argument("--out", required=True, type=Path, metavar="OUT.jsonl")
+    p.add_argument("--logits", type=Path, metavar="F.npz", help="also save the first token's logits of each prompt")
+
+
+def _bench(p: argparse.ArgumentParser) -> None:
+    _plan(p)
+    p.add_argument("--trace", required=True, type=Path, metavar="T.jsonl")
+    p.add_argument("--out", required=True, type=Path, metavar="RUN.json")
+    p.add_argument("--speed", type=_positive, default=1.0, help="replay this many times faster")
+    p.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
+    p.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="X", help="multiply all lengths")
+
+
+def _report(p: argparse.ArgumentParser) -> None:
+    p.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value

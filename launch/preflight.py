@@ -1,0 +1,44 @@
+"""Everything that can be known before a rank starts: plan, model, checkpoint files. No torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moe_runtime.checkpoint.reader import Checkpoint
+from moe_runtime.models.families.registry import read_spec, skipped_tensor, tensor_targets
+from moe_runtime.plan.effective import EffectivePlan
+from moe_runtime.plan.load import LoadedPlan, load_plan
+from moe_runtime.plan.resolve import resolve
+from moe_runtime.plan.validate import validate
+from moe_runtime.report.machine import read_machine
+from moe_runtime.spec.model import ModelSpec
+from moe_runtime.spec.weights import TensorTarget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """A plan that can run, and the model it runs."""
+
+    loaded: LoadedPlan
+    effective: EffectivePlan
+    model: ModelSpec
+    targets: tuple[TensorTarget, ...]
+
+
+def preflight(plan_path: Path, overrides: Sequence[str], *, check_tensors: bool) -> Preflight:
+    """Raises UserError (PlanError, CheckpointError) for whatever cannot run.
+
+    `check_tensors` also validates the headers of all weight files; ranks, whose launcher did so,
+    leave it out.
+    """
+    loaded = load_plan(plan_path, overrides)
+    dtype = loaded.plan.model.dtype
+    model = read_spec(Path(loaded.plan.model.path), None if dtype == "auto" else dtype)
+    effective = resolve(loaded.plan, model)
+    memory = read_machine(hardware="", device="").memory_bytes
+    validate(loaded, effective, model, host_memory_bytes=memory)
+    targets = tensor_targets(model)
+    if check_tensors:
+        with Checkpoint.open(Path(effective.model.path)) as checkpoint:
+            checkpoint.validate(targets, lambda name: skipped_tensor(model, name))
+    return Preflight(loaded=loaded, effective=effective, model=model, targets=targets)

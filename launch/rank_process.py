@@ -1,0 +1,194 @@
+"""The life of one rank process: start, run, and end in a way that names what went wrong once.
+
+The rank that fails first prints its error; ranks that fail because of it wait a moment, in
+which their launcher ends them, and otherwise print one line.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from moe_runtime.errors import MoeRuntimeError, PlanError, UserError
+from moe_runtime.frontend.fleet import Bootstrap, RankAddress
+from moe_runtime.engine.sockets import ipc_address
+from moe_runtime.launch import environment, mpi, worker
+from moe_runtime.launch.console import say
+from moe_runtime.launch.environment import RankEnvironment
+from moe_runtime.launch.parent import watch_parent
+from moe_runtime.launch.preflight import Preflight, preflight
+from moe_runtime.launch.rendezvous import Rendezvous
+
+SECONDARY_DELAY = 2.0
+FRONTEND_EXIT_SECONDS = 60.0
+POISON = "MOE_RUNTIME_POISON_KV"
+
+
+def run(env: RankEnvironment, plan_path: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
+    """Run this process as a rank until its instance stops; returns the exit code.
+
+    `argv` is the whole command line: rank 0 runs it once more as the frontend.
+    """
+    watch_parent()
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    rank = _RankProcess(env)
+    try:
+        return rank.run(plan_path, overrides, argv)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the last line of defence of a process
+        return rank.fail(error)
+    finally:
+        rank.clean_up()
+
+
+def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+class _RankProcess:
+    def __init__(self, env: RankEnvironment) -> None:
+        self.env = env
+        self.rendezvous: Rendezvous | None = None
+        self.session: Path | None = None
+        self.frontend: subprocess.Popen[bytes] | None = None
+
+    def run(self, plan_path: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
+        flight = preflight(plan_path, overrides, check_tensors=self.env.rank == 0)
+        self._check_world(flight)
+        rendezvous = self.rendezvous = Rendezvous(self.env)
+        if not rendezvous.same_everywhere("plan", flight.effective.digest):
+            raise PlanError("plan", f"rank {self.env.rank} has another effective plan than the first rank")
+        session = self._open_session(rendezvous)
+        place = worker.place_of(flight, self.env.rank)
+        self._join_world(rendezvous, place, flight.effective.num_ranks)
+        loaded = worker.load(flight, place)
+        rendezvous.publish("card", worker.card(loaded, session))
+        cards = rendezvous.gather("card", worker.RankCard, "loading weights")
+        engine = worker.assemble(flight, loaded, cards, poison=os.environ.get(POISON) == "1")
+        if self.env.rank == 0:
+            self.frontend = self._start_frontend(cards, session, argv)
+        engine.run()
+        engine.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return self._frontend_code()
+
+    def fail(self, error: BaseException) -> int:
+        """Report an error that ended this rank; returns the exit code."""
+        code = 2 if isinstance(error, UserError) else 1
+        primary = isinstance(error, UserError) or not _is_consequence(error)
+        if not primary:
+            time.sleep(SECONDARY_DELAY)
+        if self._first_to_fail() == self.env.rank:
+            if isinstance(error, UserError):
+                say(f"error: {error}")
+            else:
+                text = "".join(traceback.format_exception(error))
+                say(f"rank {self.env.rank} failed:\n{text}")
+        elif isinstance(error, UserError):
+            time.sleep(SECONDARY_DELAY)  # the same message was printed by another rank
+        else:
+            say(f"rank {self.env.rank} ended: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        if self.env.launcher == "mpirun":
+            sys.stderr.flush()
+            mpi.abort(code)
+        return code
+
+    def clean_up(self) -> None:
+        """End the frontend if it still runs, and remove the sockets."""
+        if self.frontend is not None and self.frontend.poll() is None:
+            self.frontend.kill()
+            self.frontend.wait()
+        if self.env.rank == 0 and self.session is not None:
+            shutil.rmtree(self.session, ignore_errors=True)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _check_world(self, flight: Preflight) -> None:
+        planned = flight.effective.num_ranks
+        if self.env.world_size != planned:
+            raise PlanError(
+                "cluster",
+                f"the launcher started {self.env.world_size} ranks, the deployments take {planned}",
+                hint=f"start {planned} ranks",
+            )
+
+    def _open_session(self, rendezvous: Rendezvous) -> Path:
+        """A directory for sockets that only this user can enter; rank 0 makes it."""
+        if self.env.rank == 0:
+            self.session = Path(tempfile.mkdtemp(prefix="moe-runtime-"))
+            rendezvous.store.set("session", str(self.session))
+        return Path(rendezvous.store.get("session").decode())
+
+    def _join_world(self, rendezvous: Rendezvous, place: worker.Place, ranks_on_host: int) -> None:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_on_host))
+        if place.num_ranks > 1:
+            dist.init_process_group(
+                "gloo",
+                store=dist.PrefixStore(place.instance.name, rendezvous.store),
+                rank=place.rank,
+                world_size=place.num_ranks,
+                timeout=timedelta(seconds=worker.STEP_TIMEOUT),
+            )
+
+    def _start_frontend(
+        self, cards: list[worker.RankCard], session: Path, argv: Sequence[str]
+    ) -> "subprocess.Popen[bytes]":
+        ranks = [
+            RankAddress(instance=c.instance, deployment=c.deployment, rank=c.rank, address=c.inbox) for c in cards
+        ]
+        bootstrap = Bootstrap(frontend=0, address=ipc_address(session, "frontend.0"), ranks=ranks)
+        env = dict(os.environ)
+        env[environment.FRONTEND] = msgspec.json.encode(bootstrap).decode()
+        process = subprocess.Popen([sys.executable, "-m", "moe_runtime", *argv], env=env, stdin=subprocess.DEVNULL)
+        threading.Thread(target=self._watch_frontend, args=(process,), name="frontend-watch", daemon=True).start()
+        return process
+
+    def _watch_frontend(self, process: "subprocess.Popen[bytes]") -> None:
+        """A frontend that fails ends the launch; it has printed why."""
+        code = process.wait()
+        if code != 0:
+            if code < 0:
+                say(f"the frontend was killed by {signal.Signals(-code).name}")
+                code = 128 - code
+            self.clean_up()
+            if self.env.launcher == "mpirun":
+                mpi.abort(code)
+            os._exit(code)
+
+    def _frontend_code(self) -> int:
+        if self.frontend is None:
+            return 0
+        return self.frontend.wait(FRONTEND_EXIT_SECONDS)
+
+    def _first_to_fail(self) -> int:
+        """The rank whose failure counts; this one if the store is gone with its host."""
+        if self.rendezvous is None:
+            return self.env.rank if self.env.rank == 0 else -1
+        try:
+            return self.rendezvous.first_to_fail()
+        except (RuntimeError, ValueError):
+            return -1
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """A lost peer shows up as a runtime error of the collective, or as a step that timed out."""
+    if isinstance(error, MoeRuntimeError):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        word in str(error) for word in ("Connection closed", "Connection reset", "gloo", "Timed out", "timed out")
+    )

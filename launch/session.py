@@ -1,0 +1,54 @@
+"""How a command that needs ranks runs, in each of the three processes it may find itself in.
+
+Started by hand it checks everything and launches the ranks; as a rank it becomes one; as the
+frontend, a child of rank 0, it does the command's own work against the fleet.
+"""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from moe_runtime.frontend.fleet import Bootstrap, Fleet
+from moe_runtime.launch import environment, local
+from moe_runtime.launch.console import say
+from moe_runtime.launch.parent import watch_parent
+from moe_runtime.launch.preflight import Preflight, preflight
+
+Work = Callable[[Preflight, Fleet], Awaitable[int]]
+
+
+def run(
+    plan: Path,
+    overrides: Sequence[str],
+    argv: Sequence[str],
+    *,
+    check: Callable[[Preflight], None],
+    work: Work,
+) -> int:
+    """`check` looks at the command's own inputs before any rank starts; `work` runs in the frontend."""
+    if (raw := os.environ.get(environment.FRONTEND)) is not None:
+        watch_parent()
+        bootstrap = msgspec.json.decode(raw, type=Bootstrap)
+        return asyncio.run(_frontend(preflight(plan, overrides, check_tensors=False), bootstrap, work))
+    env = environment.detect(os.environ)
+    if env is not None:
+        if env.rank == 0:
+            check(preflight(plan, overrides, check_tensors=False))
+        from moe_runtime.launch import rank_process
+
+        return rank_process.run(env, plan, overrides, argv)
+    flight = preflight(plan, overrides, check_tensors=True)
+    check(flight)
+    return local.launch(argv, flight.effective.num_ranks)
+
+
+async def _frontend(flight: Preflight, bootstrap: Bootstrap, work: Work) -> int:
+    fleet = Fleet(bootstrap)
+    await fleet.start(on_wait=lambda missing: say(f"waiting for {', '.join(missing)}"))
+    try:
+        return await work(flight, fleet)
+    finally:
+        await fleet.shutdown()

@@ -1,0 +1,227 @@
+"""Builds one rank: weights, buffer, KV pool, windows, desk, engine. The composition root of a rank.
+
+Two phases: `load` needs this rank only (and its process group), `assemble` needs what every rank
+published about itself.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from moe_runtime.checkpoint.load import LoadReport, load_rank
+from moe_runtime.checkpoint.reader import Checkpoint
+from moe_runtime.engine.agree import AgreeLimits
+from moe_runtime.engine.desk import Identity, RequestDesk
+from moe_runtime.engine.exchange import Exchange, LocalExchange, SharedExchange
+from moe_runtime.engine.messages import ToRank
+from moe_runtime.engine.rank import RankEngine
+from moe_runtime.engine.sockets import Inbox, Outbox, ipc_address
+from moe_runtime.expert_parallel.collective import CollectiveBuffer
+from moe_runtime.expert_parallel.local import LocalBuffer
+from moe_runtime.expert_parallel.slot_table import SlotTable
+from moe_runtime.launch.preflight import Preflight
+from moe_runtime.models.decoder import Decoder, build_decoder
+from moe_runtime.placement.placement import Placement, linear
+from moe_runtime.plan.effective import EffectiveDeployment, InstancePlan
+from moe_runtime.report.records import StepLog
+from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.shared_memory import Window, WindowAddress
+from moe_runtime.transfer.host import HostPool, HostTransport, PoolExport
+from moe_runtime.transfer.interface import LayoutFingerprint, digest, fingerprint
+from moe_runtime.transfer.leases import Leases
+
+STEP_TIMEOUT = 120.0
+LEASE_SECONDS = 60.0
+
+
+class RankCard(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells all others at start-up."""
+
+    instance: str
+    deployment: str
+    rank: int
+    inbox: str
+    placement: str
+    agree_window: WindowAddress | None
+    pool: PoolExport | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a global rank stands: its instance, its rank there, its deployment."""
+
+    instance: InstancePlan
+    deployment: EffectiveDeployment
+    rank: int
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.instance.ranks)
+
+
+@dataclass(slots=True, kw_only=True)
+class Loaded:
+    """A rank with its weights in place."""
+
+    place: Place
+    decoder: Decoder
+    buffer: "LocalBuffer | CollectiveBuffer"
+    placement: Placement
+    kv_cache: list[Tensor]
+    pool: HostPool | None
+    layout: LayoutFingerprint
+    window: Window | None
+    report: LoadReport
+
+
+def place_of(flight: Preflight, global_rank: int) -> Place:
+    instance = flight.effective.instance_of(global_rank)
+    deployment = flight.effective.deployment(instance.deployment)
+    return Place(instance=instance, deployment=deployment, rank=global_rank - instance.ranks.start)
+
+
+def load(flight: Preflight, place: Place) -> Loaded:
+    """Build the decoder of a rank, read its weights, and allocate its KV cache."""
+    model, deployment = flight.model, place.deployment
+    device = torch.device(flight.effective.cluster.device)
+    placement = linear(
+        num_layers=model.num_moe_layers,
+        num_experts=model.moe.num_experts,
+        num_ranks=place.num_ranks,
+        redundant_experts=deployment.redundant_experts,
+    )
+    slots = placement.slots_per_rank
+    local = deployment.dispatch.backend == "local"
+    buffer = LocalBuffer(slots_per_rank=slots) if local else CollectiveBuffer(slots_per_rank=slots)
+    table = SlotTable(placement, source_rank=place.rank, device=device)
+    decoder = build_decoder(
+        model,
+        slots_per_rank=slots,
+        buffer=buffer,
+        slot_tables=[table.layer(i) for i in range(model.num_moe_layers)],
+        dtype=getattr(torch, model.dtype),
+        device=device,
+    )
+    with Checkpoint.open(Path(flight.effective.model.path)) as checkpoint:
+        report = load_rank(
+            checkpoint,
+            flight.targets,
+            decoder.tensors(),
+            lambda layer: placement.local_experts(layer, place.rank),
+        )
+    decoder.prepare()
+    group, blocks = deployment.kv.primary, deployment.kv_cache.blocks
+    pool = HostPool.create(group, blocks) if deployment.name == "prefill" else None
+    shape = (blocks, group.block_tokens, group.entry)
+    cache = pool.cache if pool else [torch.zeros(shape, dtype=getattr(torch, group.dtype)) for _ in group.layers]
+    owns_window = place.rank == 0 and place.num_ranks > 1
+    return Loaded(
+        place=place,
+        decoder=decoder,
+        buffer=buffer,
+        placement=placement,
+        kv_cache=cache,
+        pool=pool,
+        layout=fingerprint(digest(repr(model)), deployment.kv),
+        window=SharedExchange.create_window(place.num_ranks) if owns_window else None,
+        report=report,
+    )
+
+
+def card(loaded: Loaded, session: Path) -> RankCard:
+    """What this rank publishes once it is loaded."""
+    place = loaded.place
+    pool = None
+    if loaded.pool is not None:
+        pool = PoolExport(
+            instance=place.instance.name,
+            rank=place.rank,
+            address=loaded.pool.window.address,
+            num_blocks=loaded.pool.num_blocks,
+            layout=loaded.layout,
+        )
+    return RankCard(
+        instance=place.instance.name,
+        deployment=place.deployment.name,
+        rank=place.rank,
+        inbox=ipc_address(session, f"{place.instance.name}.{place.rank}"),
+        placement=loaded.placement.digest,
+        agree_window=loaded.window.address if loaded.window else None,
+        pool=pool,
+    )
+
+
+def assemble(flight: Preflight, loaded: Loaded, cards: list[RankCard], *, poison: bool) -> RankEngine:
+    """The engine of a loaded rank, connected to its peers."""
+    place, deployment = loaded.place, loaded.place.deployment
+    mine = next(c for c in cards if (c.instance, c.rank) == (place.instance.name, place.rank))
+    peers = [c for c in cards if c.instance == place.instance.name]
+    differing = [c.rank for c in peers if c.placement != mine.placement]
+    assert not differing, f"ranks {differing} hold another placement than rank {place.rank}"
+
+    s = deployment.scheduler
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_batch_tokens=s.max_batch_tokens,
+            max_sequences=s.max_sequences,
+            chunk_tokens=s.chunk_tokens,
+            block_tokens=deployment.kv_cache.block_tokens,
+            num_blocks=deployment.kv_cache.blocks,
+            max_positions=flight.model.max_positions,
+        )
+    )
+    exports = [c.pool for c in cards if c.pool is not None]
+    pulls = deployment.name == "decode"
+    transport = HostTransport(loaded.kv_cache, deployment.kv.primary, loaded.layout, exports) if pulls else None
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    inbox: Inbox[ToRank] = Inbox(context, mine.inbox, ToRank)
+    desk = RequestDesk(
+        identity=Identity(
+            instance=place.instance.name,
+            deployment=deployment.name,
+            rank=place.rank,
+            num_ranks=place.num_ranks,
+            addresses={(c.instance, c.rank): c.inbox for c in cards},
+        ),
+        inbox=inbox,
+        outbox=Outbox(context),
+        scheduler=scheduler,
+        log=StepLog(
+            instance=place.instance.name,
+            deployment=deployment.name,
+            rank=place.rank,
+            num_moe_layers=flight.model.num_moe_layers,
+        ),
+        eos_token_ids=flight.model.eos_token_ids,
+        leases=Leases(LEASE_SECONDS),
+        pool=loaded.pool,
+        transport=transport,
+        load_seconds=loaded.report.seconds,
+    )
+    return RankEngine(
+        desk=desk,
+        scheduler=scheduler,
+        decoder=loaded.decoder,
+        kv_cache=loaded.kv_cache,
+        exchange=_exchange(place, peers),
+        limits=AgreeLimits(
+            max_batch_tokens=s.max_batch_tokens,
+            chunk_tokens=s.chunk_tokens,
+            dispatch_max_tokens=deployment.dispatch.max_tokens,
+        ),
+        meter=loaded.buffer.meter,
+        pipeline_depth=s.pipeline_depth,
+        poison=poison,
+    )
+
+
+def _exchange(place: Place, peers: list[RankCard]) -> Exchange:
+    if place.num_ranks == 1:
+        return LocalExchange()
+    address = next(c.agree_window for c in peers if c.rank == 0)
+    assert address is not None
+    return SharedExchange.open(address, rank=place.rank, num_ranks=place.num_ranks, timeout=STEP_TIMEOUT)
