@@ -37,8 +37,18 @@ class PlanError(UserError):
         self.key = key
         self.value = value
         self.hint = hint
+        self.problems: tuple[PlanError, ...] = (self,)
         shown = "" if value is None else f" = {value!r}"
         super().__init__(f"{key}{shown}: {problem}" + (f"; {hint}" if hint else ""))
+
+    @classmethod
+    def together(cls, problems: "Sequence[PlanError]") -> "PlanError":
+        """One error for several problems, a line each; key, value and hint are the first one's."""
+        first = problems[0]
+        error = cls(first.key, "", value=first.value, hint=first.hint)
+        error.args = ("\n".join(str(p) for p in problems),)
+        error.problems = tuple(problems)
+        return error
 
 
 class CheckpointError(UserError):

@@ -1,0 +1,152 @@
+"""Plan + ModelSpec -> EffectivePlan: a pure function in which every "auto" gets its value.
+
+Owns the rules of "auto" and the assignment of ranks. Refuses nothing: `validate` does.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Literal, TypeVar
+
+from moe_runtime.plan.effective import (
+    EffectiveAttention,
+    EffectiveBalancing,
+    EffectiveCluster,
+    EffectiveDeployment,
+    EffectiveDispatch,
+    EffectiveKVCache,
+    EffectiveModel,
+    EffectiveOverlap,
+    EffectivePlan,
+    EffectiveScheduler,
+    EffectiveServer,
+    EffectiveSlo,
+    InstancePlan,
+)
+from moe_runtime.plan.keys import DEPLOYMENTS
+from moe_runtime.plan.plan_rules import total_ranks
+from moe_runtime.plan.schema import DeploymentName, DeploymentSection, Plan
+from moe_runtime.spec.bytes import slots_per_rank, surplus_slots
+from moe_runtime.spec.kv import kv_spec
+from moe_runtime.spec.model import ModelSpec
+
+T = TypeVar("T", int, str)
+
+
+def resolve(plan: Plan, model: ModelSpec) -> EffectivePlan:
+    """The effective plan of a plan that `load_plan` accepts, for one model.
+
+    The digest depends on every effective value and on the ModelSpec; not on the model's path,
+    nor on whether a value was given or derived.
+    """
+    settle = _Settler()
+    cluster = plan.cluster
+    dtype = settle("model.dtype", plan.model.dtype, model.dtype, "the checkpoint's dtype")
+    ranks_per_node = settle(
+        "cluster.ranks_per_node",
+        cluster.ranks_per_node,
+        total_ranks(plan) // cluster.nodes,
+        "all ranks / cluster.nodes",
+    )
+    effective = EffectivePlan(
+        model=EffectiveModel(path=plan.model.path, dtype=dtype),
+        cluster=EffectiveCluster(
+            nodes=cluster.nodes,
+            ranks_per_node=ranks_per_node,
+            device=cluster.device,
+            hardware=cluster.hardware,
+        ),
+        deployments=tuple(
+            _deployment(name, d, model, dtype, cluster.device, ranks_per_node, settle)
+            for name, d in plan.deployments.items()
+        ),
+        instances=tuple(_instances(plan)),
+        server=EffectiveServer(**plan.server.model_dump()),
+        slo=EffectiveSlo(**plan.slo.model_dump()),
+        derived=tuple(settle.derived.items()),
+        digest="",
+    )
+    return replace(effective, digest=_digest(effective, model))
+
+
+class _Settler:
+    """Replaces "auto" and remembers why each value is what it is."""
+
+    def __init__(self) -> None:
+        self.derived: dict[str, str] = {}
+
+    def __call__(self, key: str, given: T | Literal["auto"], value: T, reason: str) -> T:
+        if given != "auto":
+            return given
+        self.derived[key] = reason
+        return value
+
+
+def _deployment(
+    name: DeploymentName,
+    d: DeploymentSection,
+    model: ModelSpec,
+    dtype: str,
+    device: str,
+    ranks_per_node: int,
+    settle: _Settler,
+) -> EffectiveDeployment:
+    at = f"{DEPLOYMENTS}.{name}"
+    depth = (0, "nothing overlaps on CPU") if device == "cpu" else (1, "host and device overlap")
+    backend = ("local", "one rank: no transport") if d.expert_parallel == 1 else ("torch", "several ranks")
+    kv_dtype = settle(f"{at}.kv_cache.dtype", d.kv_cache.dtype, dtype, "model.dtype")
+    num_experts = model.moe.num_experts
+    return EffectiveDeployment(
+        name=name,
+        instances=d.instances,
+        expert_parallel=d.expert_parallel,
+        redundant_experts=d.redundant_experts,
+        attention=EffectiveAttention(tensor_parallel=d.attention.tensor_parallel),
+        scheduler=EffectiveScheduler(
+            max_batch_tokens=d.scheduler.max_batch_tokens,
+            max_sequences=d.scheduler.max_sequences,
+            chunk_tokens=d.scheduler.chunk_tokens,
+            pipeline_depth=settle(f"{at}.scheduler.pipeline_depth", d.scheduler.pipeline_depth, *depth),
+        ),
+        kv_cache=EffectiveKVCache(
+            block_tokens=d.kv_cache.block_tokens, blocks=d.kv_cache.blocks, dtype=kv_dtype
+        ),
+        dispatch=EffectiveDispatch(
+            backend=settle(f"{at}.dispatch.backend", d.dispatch.backend, *backend),
+            dtype=settle(f"{at}.dispatch.dtype", d.dispatch.dtype, dtype, "model.dtype"),
+            max_tokens=settle(
+                f"{at}.dispatch.max_tokens",
+                d.dispatch.max_tokens,
+                d.scheduler.max_batch_tokens,
+                "max_batch_tokens",
+            ),
+        ),
+        overlap=EffectiveOverlap(
+            micro_batches=settle(f"{at}.overlap.micro_batches", d.overlap.micro_batches, 1, "no overlap yet")
+        ),
+        balancing=EffectiveBalancing(enabled=d.balancing.enabled),
+        deterministic=d.deterministic,
+        shared_experts=d.shared_experts,
+        slots_per_rank=slots_per_rank(num_experts, d.redundant_experts, d.expert_parallel),
+        surplus_slots=surplus_slots(num_experts, d.redundant_experts, d.expert_parallel),
+        kv=kv_spec(model, block_tokens=d.kv_cache.block_tokens, dtype=kv_dtype),
+        nodes=d.instances * d.expert_parallel / ranks_per_node,
+    )
+
+
+def _instances(plan: Plan) -> Iterator[InstancePlan]:
+    """Consecutive ranks, deployments in YAML order, the instances of each one after the other."""
+    first = 0
+    for name, d in plan.deployments.items():
+        for i in range(d.instances):
+            ranks = range(first, first + d.expert_parallel)
+            yield InstancePlan(name=f"{name}-{i}", deployment=name, ranks=ranks)
+            first = ranks.stop
+
+
+def _digest(effective: EffectivePlan, model: ModelSpec) -> str:
+    values = effective.to_json()
+    del values["digest"], values["derived"], values["model"]["path"]
+    canonical = json.dumps([values, asdict(model)], sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,129 @@
+"""The plan as it is written: frozen models of the YAML, one per section, with ranges and defaults.
+
+Owns names, types, ranges and defaults of the keys, and nothing else: rules between keys are in
+`validate`, "auto" is resolved in `resolve`. Types are strict: "4" is not 4 and true is not 1.
+"""
+
+from typing import Annotated, Literal, get_args
+
+from annotated_types import Ge, Gt, Le, MinLen
+from pydantic import BaseModel, ConfigDict
+
+Auto = Literal["auto"]
+DeploymentName = Literal["prefill", "decode", "unified"]
+DEPLOYMENT_NAMES: tuple[DeploymentName, ...] = get_args(DeploymentName)
+
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+MODEL_DTYPES: tuple[ModelDtype, ...] = get_args(ModelDtype)
+WireDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3"]
+
+Ranks = Annotated[int, Ge(1), Le(65536)]
+Tokens = Annotated[int, Ge(1), Le(1_048_576)]
+Milliseconds = Annotated[float, Gt(0), Le(86_400_000)]
+Text = Annotated[str, MinLen(1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, strict, closed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """`path`: the checkpoint's folder; a relative one starts at the plan file's folder."""
+
+    path: Text
+    dtype: Auto | ModelDtype = "auto"
+
+
+class ClusterSection(Section):
+    """Where the ranks run. `hardware` names an entry of `spec.hardware`."""
+
+    nodes: Ranks = 1
+    ranks_per_node: Auto | Ranks = "auto"
+    device: Literal["cpu", "cuda"] = "cpu"
+    hardware: Text = "cpu-host"
+
+
+class AttentionSection(Section):
+    """`tensor_parallel`: ranks that share one batch of sequences."""
+
+    tensor_parallel: Ranks = 1
+
+
+class SchedulerSection(Section):
+    """Per rank: rows of a step, sequences at once, prefill rows of a step, steps in flight."""
+
+    max_batch_tokens: Tokens = 512
+    max_sequences: Tokens = 32
+    chunk_tokens: Tokens = 256
+    pipeline_depth: Auto | Annotated[int, Ge(0), Le(1)] = "auto"
+
+
+class KVCacheSection(Section):
+    """Per rank: `blocks` blocks of `block_tokens` tokens."""
+
+    block_tokens: Annotated[int, Ge(1), Le(256)] = 16
+    blocks: Annotated[int, Ge(1), Le(2**28 - 1)] = 512
+    dtype: Auto | WireDtype = "auto"
+
+
+class DispatchSection(Section):
+    """`max_tokens`: rows a rank sends in one dispatch round."""
+
+    backend: Auto | Literal["local", "torch", "shm", "deepep"] = "auto"
+    dtype: Auto | WireDtype = "auto"
+    max_tokens: Auto | Tokens = "auto"
+
+
+class OverlapSection(Section):
+    """`micro_batches`: halves in which a step's batch runs."""
+
+    micro_batches: Auto | Annotated[int, Ge(1), Le(2)] = "auto"
+
+
+class BalancingSection(Section):
+    """Live rebalancing of the experts."""
+
+    enabled: bool = False
+
+
+class DeploymentSection(Section):
+    """A set of ranks that runs one phase: `instances` copies of `expert_parallel` ranks."""
+
+    instances: Ranks = 1
+    expert_parallel: Ranks = 1
+    redundant_experts: Annotated[int, Ge(0), Le(1_048_576)] = 0
+    attention: AttentionSection = AttentionSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    kv_cache: KVCacheSection = KVCacheSection()
+    dispatch: DispatchSection = DispatchSection()
+    overlap: OverlapSection = OverlapSection()
+    balancing: BalancingSection = BalancingSection()
+    deterministic: bool = False
+    shared_experts: Literal["replicated", "slots"] = "replicated"
+
+
+class ServerSection(Section):
+    """Where clients connect."""
+
+    host: Text = "127.0.0.1"
+    port: Annotated[int, Ge(1024), Le(65535)] = 8000
+    frontends: Annotated[int, Ge(1), Le(1024)] = 1
+
+
+class SloSection(Section):
+    """What goodput counts: time to first token, time per output token."""
+
+    ttft_ms: Milliseconds = 2000.0
+    tpot_ms: Milliseconds = 100.0
+
+
+class Plan(Section):
+    """A whole plan. `deployments` is in YAML order, which is the order of the ranks."""
+
+    model: ModelSection
+    cluster: ClusterSection = ClusterSection()
+    deployments: dict[DeploymentName, DeploymentSection]
+    server: ServerSection = ServerSection()
+    slo: SloSection = SloSection()

@@ -1,0 +1,180 @@
+"""What `check` says of a plan: the effective plan with the origin of every value, and bytes per rank.
+
+Owns words and columns, for a terminal of 100 columns; computes nothing that is not in its arguments.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from textwrap import wrap
+from typing import Any
+
+from moe_runtime.plan.budget import MemoryBudget
+from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan
+from moe_runtime.plan.keys import DEPLOYMENTS, leaf_paths
+from moe_runtime.plan.load import LoadedPlan
+from moe_runtime.plan.problems import Path, dotted
+from moe_runtime.plan.validate import plan_warnings
+from moe_runtime.spec.bytes import even_redundant_experts, parameter_counts
+from moe_runtime.spec.model import MlaSpec, ModelSpec
+
+MIB = 2**20
+WIDTH = 100
+_KEY, _VALUE = 26, 14
+
+
+def render_check(
+    effective: EffectivePlan, loaded: LoadedPlan, model: ModelSpec, budgets: Sequence[MemoryBudget]
+) -> str:
+    """The report of `check` as plain text, without a newline at the end."""
+    sections = (
+        _head(effective, loaded, model),
+        _values(effective, loaded),
+        _ranks(effective),
+        _memory(effective, budgets),
+        _notes(effective, model, budgets),
+    )
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def check_json(
+    effective: EffectivePlan, loaded: LoadedPlan, model: ModelSpec, budgets: Sequence[MemoryBudget]
+) -> dict[str, Any]:
+    """The same as JSON types: plan, origins, model, memory_per_rank, notes, warnings."""
+    derived = dict(effective.derived)
+    return {
+        "version": 1,
+        "plan_file": str(loaded.path),
+        "overrides": list(loaded.overrides),
+        "digest": effective.digest,
+        "plan": effective.to_json(),
+        "origins": {key: _origin(key, loaded, derived) for key in loaded.origins},
+        "model": {
+            "family": model.family,
+            "parameters": parameter_counts(model).total,
+            "active_parameters": parameter_counts(model).active,
+        },
+        "memory_per_rank": {b.deployment: {**asdict(b), "total": b.total} for b in budgets},
+        "notes": list(_note_lines(effective, model, budgets)),
+        "warnings": list(plan_warnings(effective, model)),
+    }
+
+
+def _head(effective: EffectivePlan, loaded: LoadedPlan, model: ModelSpec) -> Iterator[str]:
+    counts, moe = parameter_counts(model), model.moe
+    attention = "MLA" if isinstance(model.attention, MlaSpec) else "GQA"
+    yield f"plan    {loaded.path}"
+    yield f"digest  {effective.digest}"
+    yield (
+        f"model   {model.family}, {attention}, {model.num_layers} layers, {model.num_moe_layers} with"
+        f" experts, hidden {model.hidden}"
+    )
+    yield (
+        f"        {moe.num_experts} experts, top {moe.router.top_k};"
+        f" {_count(counts.total)} parameters, {_count(counts.active)} per token"
+    )
+
+
+def _values(effective: EffectivePlan, loaded: LoadedPlan) -> Iterator[str]:
+    """Every key under the heading of its section, with value and origin."""
+    derived = dict(effective.derived)
+    heading = ""
+    for path in leaf_paths([d.name for d in effective.deployments]):
+        depth = 2 if path[0] == DEPLOYMENTS else 1
+        if heading != (heading := dotted(path[:depth])):
+            yield heading
+        key, value = dotted(path[depth:]), _text(_value(effective, path))
+        origin = _origin(dotted(path), loaded, derived)
+        if len(value) > _VALUE:
+            yield f"  {key:<{_KEY}} {value}"
+            key, value = "", ""
+        yield f"  {key:<{_KEY}} {value:<{_VALUE}} {origin}"
+
+
+def _ranks(effective: EffectivePlan) -> Iterator[str]:
+    c = effective.cluster
+    yield f"ranks   {effective.num_ranks} = nodes {c.nodes} x ranks_per_node {c.ranks_per_node}"
+    for instance in effective.instances:
+        ranks = instance.ranks
+        nodes = sorted({effective.node_of(r) for r in ranks})
+        yield (
+            f"  {instance.name:<12} ranks {_span(ranks[0], ranks[-1]):<12} EP degree {len(ranks):<5}"
+            f" node{'s' if len(nodes) > 1 else ''} {_span(nodes[0], nodes[-1])}"
+        )
+    for d in effective.deployments:
+        yield f"  nodes of {d.name}: {d.ranks} ranks / {c.ranks_per_node} = {d.nodes:g}"
+
+
+def _memory(effective: EffectivePlan, budgets: Sequence[MemoryBudget]) -> Iterator[str]:
+    yield "bytes per rank, MiB" + " " * 5 + "".join(f"{b.deployment:>16}" for b in budgets)
+    for i, (name, _) in enumerate(budgets[0].terms):
+        yield f"  {name:<22}" + "".join(f"{b.terms[i][1] / MIB:>16,.2f}" for b in budgets)
+    yield f"  {'total':<22}" + "".join(f"{b.total / MIB:>16,.2f}" for b in budgets)
+    counts = [d.ranks for d in effective.deployments]
+    yield f"  {'x ranks':<22}" + "".join(
+        f"{b.total * n / MIB:>16,.2f}" for b, n in zip(budgets, counts, strict=True)
+    )
+    together = sum(b.total * n for b, n in zip(budgets, counts, strict=True))
+    yield f"  {'all ranks together':<22}{together / MIB:>16,.2f}"
+
+
+def _notes(effective: EffectivePlan, model: ModelSpec, budgets: Sequence[MemoryBudget]) -> Iterator[str]:
+    yield "notes"
+    warnings = (f"warning: {text}" for text in plan_warnings(effective, model))
+    for text in (*_note_lines(effective, model, budgets), *warnings):
+        yield from wrap(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+
+
+def _note_lines(effective: EffectivePlan, model: ModelSpec, budgets: Sequence[MemoryBudget]) -> Iterator[str]:
+    for d in effective.deployments:
+        yield _slots_note(d, model)
+        tokens = d.kv_cache.blocks * d.kv_cache.block_tokens
+        yield f"{d.name}: the KV cache of a rank holds {tokens} tokens, {d.kv.token_bytes} bytes each"
+    if effective.cluster.device == "cpu" and effective.cluster.nodes > 1:
+        yield (
+            f"all ranks run on this host; grouping them into {effective.cluster.nodes} nodes only sets"
+            " the report's denominators"
+        )
+    yield from dict.fromkeys(note for b in budgets for note in b.notes)
+
+
+def _slots_note(d: EffectiveDeployment, model: ModelSpec) -> str:
+    experts = model.moe.num_experts
+    text = (
+        f"{d.name}: {experts} experts + {d.redundant_experts} redundant in {d.num_slots} slots,"
+        f" {d.slots_per_rank} per rank"
+    )
+    if not d.surplus_slots:
+        return text
+    used = even_redundant_experts(experts, d.redundant_experts, d.expert_parallel)
+    return f"{text}; surplus slots: {d.surplus_slots}, used with redundant_experts: {used}"
+
+
+def _origin(key: str, loaded: LoadedPlan, derived: Mapping[str, str]) -> str:
+    origin = str(loaded.origins[key])
+    return f"derived: {derived[key]} (auto: {origin})" if key in derived else origin
+
+
+def _value(effective: EffectivePlan, path: Path) -> object:
+    value: object = effective
+    if path[0] == DEPLOYMENTS:
+        value, path = effective.deployment(path[1]), path[2:]
+    for name in path:
+        value = getattr(value, name)
+    return value
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _count(parameters: int) -> str:
+    for unit, name in ((10**12, "T"), (10**9, "G"), (10**6, "M")):
+        if parameters >= unit:
+            return f"{parameters / unit:.2f} {name}"
+    return str(parameters)

@@ -1,0 +1,84 @@
+"""What a plan may say but this version cannot do: one table. A change that brings a feature
+deletes its row (or adds a value to it).
+
+Asked for and not possible is an error, never adjusted in silence.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moe_runtime.plan.keys import ANY_DEPLOYMENT, DEPLOYMENTS
+from moe_runtime.plan.problems import Path, Problem
+from moe_runtime.plan.schema import MODEL_DTYPES
+
+MODEL_DTYPE = "<the model's dtype>"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Values of `key` that work in this version; `MODEL_DTYPE` stands for the effective dtype."""
+
+    key: str
+    works: tuple[object, ...]
+    feature: str
+
+
+RULES = (
+    Rule("cluster.device", ("cpu",), "running on GPUs"),
+    Rule("server.frontends", (1,), "more than one frontend"),
+    Rule("deployments.*.attention.tensor_parallel", (1,), "tensor-parallel attention"),
+    Rule(
+        "deployments.*.kv_cache.dtype", ("auto", MODEL_DTYPE), "a KV cache in another dtype than the model's"
+    ),
+    Rule("deployments.*.dispatch.backend", ("auto", "local", "torch"), "this dispatch backend"),
+    Rule("deployments.*.dispatch.dtype", ("auto", MODEL_DTYPE), "dispatch in another dtype than the model's"),
+    Rule("deployments.*.overlap.micro_batches", ("auto", 1), "overlap of two micro-batches"),
+    Rule("deployments.*.balancing.enabled", (False,), "live rebalancing"),
+    Rule("deployments.*.deterministic", (False,), "batch-invariant mode"),
+    Rule("deployments.*.shared_experts", ("replicated",), "serving shared experts as slots"),
+)
+
+
+def unavailable(
+    root: object, deployments: Sequence[tuple[str, object]], dtype: str | None
+) -> Iterator[Problem]:
+    """Every rule broken by a plan or an effective plan (their sections are named alike).
+
+    `dtype` None: the model's dtype is not known yet, so any dtype of a model passes.
+    """
+    for rule in RULES:
+        works = _values(rule.works, dtype)
+        for path, value in _occurrences(rule.key, root, deployments):
+            if value not in works:
+                yield Problem(
+                    path=path,
+                    text=f"{rule.feature} is not available in this version",
+                    value=value,
+                    hint="set it to " + " or ".join(_yaml(v) for v in works),
+                )
+
+
+def _values(works: Sequence[object], dtype: str | None) -> list[object]:
+    dtypes = MODEL_DTYPES if dtype is None else (dtype,)
+    return [v for w in works for v in (dtypes if w == MODEL_DTYPE else (w,))]
+
+
+def _occurrences(
+    key: str, root: object, deployments: Sequence[tuple[str, object]]
+) -> Iterator[tuple[Path, object]]:
+    parts = tuple(key.split("."))
+    if parts[:2] != (DEPLOYMENTS, ANY_DEPLOYMENT):
+        yield parts, _attribute(root, parts)
+        return
+    for name, deployment in deployments:
+        yield (DEPLOYMENTS, name, *parts[2:]), _attribute(deployment, parts[2:])
+
+
+def _attribute(value: object, path: Path) -> object:
+    for name in path:
+        value = getattr(value, name)
+    return value
+
+
+def _yaml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

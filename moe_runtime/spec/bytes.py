@@ -1,0 +1,166 @@
+"""Formulas for bytes and parameters: what a model, a dispatch buffer and a KV pool take.
+
+Pure arithmetic on ModelSpec and integers. Owns no policy: which numbers go in is the plan's
+business. H hidden, E experts, S slots, R ranks, K top-k, T tokens, V vocabulary, I intermediate.
+"""
+
+from dataclasses import dataclass
+
+from moe_runtime.spec.model import DTYPE_BYTES, MlaSpec, ModelSpec
+
+GIB = 2**30
+LOW_LATENCY_LIMIT_BYTES = 32 * GIB
+"""Size beyond which operators found DeepEP's low-latency buffer refused."""
+
+
+def slots_per_rank(num_experts: int, redundant_experts: int, num_ranks: int) -> int:
+    """ceil((E + redundant) / R): slots every rank has, per MoE layer."""
+    return -(-(num_experts + redundant_experts) // num_ranks)
+
+
+def surplus_slots(num_experts: int, redundant_experts: int, num_ranks: int) -> int:
+    """Slots of all ranks that stay empty, per MoE layer: S - (E + redundant), below R."""
+    return -(num_experts + redundant_experts) % num_ranks
+
+
+def even_redundant_experts(num_experts: int, redundant_experts: int, num_ranks: int) -> int:
+    """The least redundant_experts >= the given that leave no slot surplus."""
+    return redundant_experts + surplus_slots(num_experts, redundant_experts, num_ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    """Parameters of a model, without multi-token-prediction layers.
+
+    replicated       weights every rank holds, in the model's dtype
+    replicated_fp32  the router's correction biases, float32 whatever the dtype
+    expert           one routed expert of one MoE layer
+    num_experts      routed experts of all layers together
+    active           parameters one token meets (embedding row and head counted as whole tables)
+    """
+
+    replicated: int
+    replicated_fp32: int
+    expert: int
+    num_experts: int
+    active: int
+
+    @property
+    def total(self) -> int:
+        return self.replicated + self.replicated_fp32 + self.expert * self.num_experts
+
+
+def parameter_counts(model: ModelSpec) -> ParameterCounts:
+    """Exact counts, tensor by tensor as `spec.weights` lists them."""
+    moe, h = model.moe, model.hidden
+    moe_layers = model.num_moe_layers
+    outer = model.vocab_size * h * (1 if model.tie_embeddings else 2) + h
+    per_layer = attention_parameters(model) + 2 * h
+    dense = (model.num_layers - moe_layers) * 3 * h * model.dense_intermediate
+    routed_layers = moe_layers * (moe.num_experts * h + 3 * h * moe.shared_intermediate)
+    replicated = outer + model.num_layers * per_layer + dense + routed_layers
+    biases = moe_layers * moe.num_experts if moe.router.correction_bias else 0
+    expert = 3 * h * moe.intermediate
+    return ParameterCounts(
+        replicated=replicated,
+        replicated_fp32=biases,
+        expert=expert,
+        num_experts=moe_layers * moe.num_experts,
+        active=replicated + biases + moe_layers * moe.router.top_k * expert,
+    )
+
+
+def attention_parameters(model: ModelSpec) -> int:
+    """Parameters of one layer's attention: projections, latent or head norms, biases."""
+    a, h = model.attention, model.hidden
+    if isinstance(a, MlaSpec):
+        queries = a.num_heads * a.qk_head_dim
+        q = h * a.q_lora_rank + a.q_lora_rank + a.q_lora_rank * queries if a.q_lora_rank else h * queries
+        kv_a = h * (a.kv_lora_rank + a.qk_rope_head_dim) + a.kv_lora_rank
+        kv_b = a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
+        return q + kv_a + kv_b + a.num_heads * a.v_head_dim * h
+    rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    norms = 2 * a.head_dim if a.qk_norm else 0
+    bias = rows if a.qkv_bias else 0
+    return rows * h + bias + norms + a.num_heads * a.head_dim * h
+
+
+def replicated_weight_bytes(model: ModelSpec, dtype: str) -> int:
+    """Bytes of the weights every rank holds: all but the routed experts."""
+    counts = parameter_counts(model)
+    return counts.replicated * DTYPE_BYTES[dtype] + counts.replicated_fp32 * DTYPE_BYTES["float32"]
+
+
+def slot_bytes(model: ModelSpec, dtype: str) -> int:
+    """Bytes of one slot in all MoE layers together: gate, up and down of one expert per layer."""
+    return model.num_moe_layers * parameter_counts(model).expert * DTYPE_BYTES[dtype]
+
+
+def local_dispatch_bytes(*, max_tokens: int, top_k: int, hidden: int, dtype_bytes: int) -> int:
+    """EP degree 1: the rows sorted by slot, and the experts' outputs. T x K rows each."""
+    return 2 * max_tokens * top_k * hidden * dtype_bytes
+
+
+def all_to_all_dispatch_bytes(
+    *,
+    max_tokens: int,
+    top_k: int,
+    hidden: int,
+    ranks: int,
+    local_slots: int,
+    dispatch_dtype_bytes: int,
+    combine_dtype_bytes: int,
+) -> int:
+    """One round of an all-to-all without capacity factor, at its worst.
+
+    Sends T x K rows and gets as many back; receives at most R x T x min(K, local slots) rows,
+    when every rank's tokens all choose this rank, and holds the experts' outputs for them.
+    """
+    sent = max_tokens * top_k
+    received = ranks * max_tokens * min(top_k, local_slots)
+    return (sent + received) * hidden * (dispatch_dtype_bytes + combine_dtype_bytes)
+
+
+def _align128(num_bytes: int) -> int:
+    return -(-num_bytes // 128) * 128
+
+
+def low_latency_buffer_bytes(*, max_tokens: int, hidden: int, slots: int) -> int:
+    """DeepEP's low-latency buffer: 4 E M (H/128 x 4 + 2H) + 2 align128(4E).
+
+    E counts physical experts, redundant ones included; independent of R. Two ping-pong buffers
+    of a send and a receive half. Source: `get_low_latency_rdma_size_hint`, DeepEP 2.1.0.
+    """
+    row = hidden // 128 * 4 + 2 * hidden
+    return 4 * slots * max_tokens * row + 2 * _align128(4 * slots)
+
+
+def low_latency_max_tokens(*, budget_bytes: int, hidden: int, slots: int, multiple_of: int = 1) -> int:
+    """The most tokens per rank whose low-latency buffer fits `budget_bytes`; 0 if none does."""
+    one = low_latency_buffer_bytes(max_tokens=1, hidden=hidden, slots=slots)
+    fixed = low_latency_buffer_bytes(max_tokens=0, hidden=hidden, slots=slots)
+    tokens = max(0, budget_bytes - fixed) // (one - fixed)
+    return tokens // multiple_of * multiple_of
+
+
+def workspace_bytes(
+    model: ModelSpec, *, dtype: str, batch_tokens: int, sequences: int, context_tokens: int
+) -> int:
+    """An estimate of the largest activations alive at once in a step of one rank.
+
+    Residual and normed rows (4 T H); queries and attention outputs of T rows; keys and values of
+    one sequence of `context_tokens` in expanded form; the wider of the gated MLPs' intermediates
+    (dense: T rows, experts: T K rows); float32 logits of all sequences. Allocator slack is not in it.
+    """
+    a, moe, h, t = model.attention, model.moe, model.hidden, batch_tokens
+    if isinstance(a, MlaSpec):
+        per_token = a.num_heads * (a.qk_head_dim + a.v_head_dim)
+        absorbed = sequences * a.num_heads * (a.kv_entry + a.kv_lora_rank)
+        attention = t * per_token + context_tokens * per_token + absorbed
+    else:
+        attention = 2 * t * a.num_heads * a.head_dim + context_tokens * a.kv_entry
+    widest = max(
+        t * max(model.dense_intermediate, moe.shared_intermediate), t * moe.router.top_k * moe.intermediate
+    )
+    values = 4 * t * h + attention + 3 * widest
+    return values * DTYPE_BYTES[dtype] + sequences * model.vocab_size * DTYPE_BYTES["float32"]
