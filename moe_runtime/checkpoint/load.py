@@ -52,41 +52,42 @@ def load_rank(
     or infinite, and naming the parameter if a row of it is assigned twice or never.
     """
     started, read_before = time.perf_counter(), checkpoint.bytes_read
-    loader = _Loader(checkpoint, {name: p.detach() for name, p in parameters.items()})
-    slots = {layer: _slots_of(local_experts(layer)) for layer in _moe_layers(targets)}
-    for parameter in parameters.values():
-        parameter.detach().fill_(torch.nan)
+    local = {name: parameter.detach() for name, parameter in parameters.items()}
+    for parameter in local.values():
+        parameter.fill_(torch.nan)
+    expert_parameters = {t.parameter: t.moe_layer for t in targets if t.moe_layer is not None}
+    slots = {layer: _slots_of(local_experts(layer)) for layer in set(expert_parameters.values())}
+    loader = _Loader(checkpoint, local)
     needed = 0
     for target in targets:
-        if target.moe_layer is None:
-            loader.load(target, None)
-        elif target.expert in slots[target.moe_layer]:
-            loader.load(target, slots[target.moe_layer][target.expert])
-        else:
-            continue
-        needed += checkpoint.entries[target.source].nbytes
-    for target in {t.parameter: t for t in targets if t.moe_layer is not None}.values():
-        loader.clear(target, slots[target.moe_layer or 0].get(-1, []))
+        places = _places(target, slots)
+        if places != []:
+            loader.load(target, places)
+            needed += checkpoint.entries[target.source].nbytes
+    for name, layer in expert_parameters.items():
+        loader.clear(name, slots[layer].get(-1, []))
     loader.check()
-    names = {t.parameter for t in targets if t.moe_layer is not None}
     return LoadReport(
         bytes_needed=needed,
         bytes_read=checkpoint.bytes_read - read_before,
-        expert_bytes_resident=sum(parameters[name].nbytes for name in names),
+        expert_bytes_resident=sum(local[name].nbytes for name in expert_parameters),
         seconds=time.perf_counter() - started,
     )
 
 
-def _moe_layers(targets: Sequence[TensorTarget]) -> set[int]:
-    return {t.moe_layer for t in targets if t.moe_layer is not None}
-
-
-def _slots_of(experts: NDArray[np.int32]) -> dict[int | None, list[int]]:
+def _slots_of(experts: NDArray[np.int32]) -> dict[int, list[int]]:
     """expert -> the local slots it sits in; -1 -> the empty ones."""
-    slots: dict[int | None, list[int]] = {}
+    slots: dict[int, list[int]] = {}
     for slot, expert in enumerate(experts.tolist()):
         slots.setdefault(expert, []).append(slot)
     return slots
+
+
+def _places(target: TensorTarget, slots: Mapping[int, Mapping[int, list[int]]]) -> list[int] | None:
+    """None for a weight every rank holds, else the local slots of its expert (perhaps none)."""
+    if target.moe_layer is None or target.expert is None:
+        return None
+    return slots[target.moe_layer].get(target.expert, [])
 
 
 class _Loader:
@@ -102,32 +103,29 @@ class _Loader:
 
     def load(self, target: TensorTarget, slots: Sequence[int] | None) -> None:
         """Read a tensor into its rows; with `slots`, into the first of them, then copy to the others."""
+        if target.parameter not in self._parameters:
+            raise CheckpointError(f"tensor {target.source}: the model has no parameter {target.parameter}")
+        parameter = self._parameters[target.parameter]
+        marks = self._marks(target.parameter, axes=1 if slots is None else 2)
         if slots is None:
-            rows = [self._claim(target, self._whole(target), self._marks(target, axes=1))]
+            rows = [self._claim(target, parameter, marks)]
         else:
-            parameter, marks = self._whole(target), self._marks(target, axes=2)
             rows = [self._claim(target, parameter[slot], marks[slot]) for slot in slots]
         self._read(self._checkpoint.entries[target.source], rows[0])
         for copy in rows[1:]:
             copy.copy_(rows[0])
         self._loaded.append((target.source, rows[0]))
 
-    def clear(self, target: TensorTarget, slots: Sequence[int]) -> None:
+    def clear(self, name: str, slots: Sequence[int]) -> None:
         """Zero the slots of a parameter that hold no expert."""
         for slot in slots:
-            self._whole(target)[slot].zero_()
-            self._marks(target, axes=2)[slot] += 1
+            self._parameters[name][slot].zero_()
+            self._marks(name, axes=2)[slot] += 1
 
-    def _whole(self, target: TensorTarget) -> Tensor:
-        if target.parameter not in self._parameters:
-            raise CheckpointError(f"tensor {target.source}: the model has no parameter {target.parameter}")
-        return self._parameters[target.parameter]
-
-    def _marks(self, target: TensorTarget, *, axes: int) -> NDArray[np.int8]:
-        if target.parameter not in self._assigned:
-            shape = tuple(self._whole(target).shape[:axes])
-            self._assigned[target.parameter] = np.zeros(shape, np.int8)
-        return self._assigned[target.parameter]
+    def _marks(self, name: str, *, axes: int) -> NDArray[np.int8]:
+        if name not in self._assigned:
+            self._assigned[name] = np.zeros(tuple(self._parameters[name].shape[:axes]), np.int8)
+        return self._assigned[name]
 
     def _claim(self, target: TensorTarget, parameter: Tensor, marks: NDArray[np.int8]) -> Tensor:
         """The rows of `parameter` (or of one slot of it) that `target` fills, marked as assigned."""
