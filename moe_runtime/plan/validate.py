@@ -20,15 +20,16 @@ CPU_DTYPES = ("float32", "bfloat16")
 
 
 def validate(
+    loaded: LoadedPlan | None,
     effective: EffectivePlan,
     model: ModelSpec,
     *,
-    loaded: LoadedPlan | None = None,
     host_memory_bytes: int | None = None,
 ) -> tuple[MemoryBudget, ...]:
     """The memory budgets of a plan that can work, one per deployment; PlanError otherwise.
 
-    `loaded` adds the lines of the plan file to messages. `host_memory_bytes` is the memory of
+    `loaded` adds the lines of the plan file to messages; None for a plan that was not read from a
+    file. `host_memory_bytes` is the memory of
     this machine (MemTotal of /proc/meminfo); without it a CPU plan is held against the nominal
     memory of its hardware entry.
     """

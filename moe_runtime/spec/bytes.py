@@ -113,12 +113,14 @@ def all_to_all_dispatch_bytes(
 ) -> int:
     """One round of an all-to-all without capacity factor, at its worst.
 
-    Sends T x K rows and gets as many back; receives at most R x T x min(K, local slots) rows,
-    when every rank's tokens all choose this rank, and holds the experts' outputs for them.
+    Sends T x K rows and gets as many back. Receives at most R x T x min(K, local slots) rows, when
+    every rank's tokens all choose this rank, and holds them three times: as dispatched, as the
+    experts' outputs, and those again in the order in which they travel back.
     """
     sent = max_tokens * top_k
     received = ranks * max_tokens * min(top_k, local_slots)
-    return (sent + received) * hidden * (dispatch_dtype_bytes + combine_dtype_bytes)
+    values = (sent + received) * dispatch_dtype_bytes + (sent + 2 * received) * combine_dtype_bytes
+    return values * hidden
 
 
 def _align128(num_bytes: int) -> int:
