@@ -20,3 +20,14 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def require_writable(path: Path) -> None:
+    """InputError if `write_atomically(path, ...)` is bound to fail; ask before the work, not after."""
+    folder = path.parent
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder, not a file")
+    if not folder.is_dir():
+        raise InputError(f"{path}: the folder {folder} does not exist")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"{path}: the folder {folder} cannot be written to")
