@@ -54,6 +54,7 @@ def build_report(facts: RunFacts, requests: Sequence[RequestRecord], steps: Sequ
         deployments=sections,
         warnings=tuple(gaps.warnings),
         missing=tuple(gaps.missing),
+        request_log=latency.request_log(requests),
     )
 
 

@@ -13,7 +13,16 @@ from numpy.typing import NDArray
 
 from moe_runtime.report.facts import Gaps, RunFacts, percentiles
 from moe_runtime.report.records import RequestRecord
-from moe_runtime.report.schema import Goodput, Latency, Percentiles, RequestRates, Requests, WholeRun, Window
+from moe_runtime.report.schema import (
+    Goodput,
+    Latency,
+    Percentiles,
+    RequestRates,
+    RequestRow,
+    Requests,
+    WholeRun,
+    Window,
+)
 
 # A client this late has stopped being an open-loop client.
 _LATE_MS = 100.0
@@ -210,4 +219,24 @@ def whole_run(requests: Sequence[RequestRecord], gaps: Gaps) -> WholeRun:
         output_tokens=output,
         output_tokens_per_second=output / seconds if seconds else None,
         prompt_tokens_per_second=prompt / seconds if seconds else None,
+    )
+
+
+def request_log(requests: Sequence[RequestRecord]) -> tuple[RequestRow, ...]:
+    """Every request in the order given, for whoever wants to compute something else."""
+    origin = first_arrival(requests)
+    return tuple(
+        RequestRow(
+            index=r.index,
+            arrival=float(r.scheduled_arrival - origin),
+            sent=None if r.sent is None else float(r.sent - origin),
+            first_token=float(r.token_times[0] - origin) if len(r.token_times) else None,
+            last_token=float(r.token_times[-1] - origin) if len(r.token_times) else None,
+            prompt_tokens=r.prompt_tokens,
+            cached_tokens=r.cached_tokens,
+            output_tokens=r.output_tokens,
+            finish_reason=r.finish_reason,
+            error=r.error,
+        )
+        for r in requests
     )

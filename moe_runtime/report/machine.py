@@ -19,7 +19,7 @@ def read_machine(*, hardware: str, device: str) -> Machine:
         device=device,
         cpu_model=_field(Path("/proc/cpuinfo"), "model name"),
         cores=len(os.sched_getaffinity(0)),
-        memory_bytes=_memory_bytes(Path("/proc/meminfo")),
+        memory_bytes=_memory_bytes(Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")),
     )
 
 
@@ -72,8 +72,14 @@ def _field(path: Path, name: str) -> str | None:
     return None
 
 
-def _memory_bytes(path: Path) -> int | None:
-    text = _field(path, "MemTotal")
+def _memory_bytes(meminfo: Path, limit: Path) -> int | None:
+    """Memory of the host, or the limit of this container (cgroup v2) where that is less."""
+    text = _field(meminfo, "MemTotal")
     if text is None or not text.endswith(" kB"):
         return None
-    return int(text.removesuffix(" kB")) * 1024
+    total = int(text.removesuffix(" kB")) * 1024
+    try:
+        allowed = limit.read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(allowed)) if allowed.isdigit() else total

@@ -213,6 +213,21 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     per_rank: tuple[RankUse, ...]
 
 
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One request; seconds from the first scheduled arrival. Null: that did not happen."""
+
+    index: int
+    arrival: float
+    sent: float | None
+    first_token: float | None
+    last_token: float | None
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    finish_reason: str
+    error: str | None
+
+
 class Missing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Why the field at `path` is null. A deployment is named in the path, list items by their index."""
 
@@ -243,6 +258,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     deployments: tuple[Deployment, ...]
     warnings: tuple[str, ...]
     missing: tuple[Missing, ...]
+    request_log: tuple[RequestRow, ...]
 
 
 def json_schema() -> dict[str, Any]:

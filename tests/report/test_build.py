@@ -261,13 +261,25 @@ def test_every_null_has_a_reason_and_every_reason_a_null(make):
     ]
     for case in cases:
         report = build(*case)
-        # The plan is the user's: its nulls need no reasons.
-        report = msgspec.structs.replace(report, plan={})
+        # The plan is the user's; a null of the log is something that did not happen.
+        report = msgspec.structs.replace(report, plan={}, request_log=())
         found = nulls(msgspec.to_builtins(report))
         assert found == {m.path for m in report.missing}
         assert len(report.missing) == len(found)
         assert b"NaN" not in msgspec.json.encode(report)
         assert nulls(msgspec.json.decode(msgspec.json.encode(report))) == found, "no NaN became null"
+
+
+def test_log_of_requests_counts_from_the_first_arrival(make):
+    requests = [
+        alone(make, 0, 100.0, [101.0, 103.0], sent=100.5),
+        alone(make, 1, 110.0, [], finish_reason="error", error="no room", sent=None, output_tokens=0),
+    ]
+    first, second = build(unified(make, 1), requests, []).request_log
+    assert (first.arrival, first.sent, first.first_token, first.last_token) == (0.0, 0.5, 1.0, 3.0)
+    assert (first.prompt_tokens, first.output_tokens, first.finish_reason) == (10, 2, "length")
+    assert (second.arrival, second.sent, second.first_token, second.last_token) == (10.0, None, None, None)
+    assert (second.error, second.finish_reason) == ("no room", "error")
 
 
 def test_phases_that_do_not_add_up_are_warned_of(make):

@@ -11,7 +11,7 @@ from moe_runtime.errors import InputError
 from moe_runtime.report import schema
 from moe_runtime.report.build import build_report
 from moe_runtime.report.files import load_report, save_report
-from moe_runtime.report.machine import read_commit, read_machine
+from moe_runtime.report.machine import _memory_bytes, read_commit, read_machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -103,3 +103,22 @@ def test_this_machine_is_described():
     assert machine.memory_bytes is None or machine.memory_bytes > 2**20
     commit = read_commit()
     assert commit is None or re.fullmatch(r"[0-9a-f]{40}\+?", commit)
+
+
+@pytest.mark.parametrize(
+    ("meminfo", "limit", "expected"),
+    [
+        ("MemTotal:  1000 kB\n", None, 1_024_000),
+        ("MemTotal:  1000 kB\n", "max\n", 1_024_000),
+        ("MemTotal:  1000 kB\n", "5000\n", 5000),
+        ("MemTotal:  1000 kB\n", "2000000\n", 1_024_000),
+        ("MemFree: 1 kB\n", "5000", None),
+        (None, "5000", None),
+    ],
+)
+def test_memory_is_what_the_process_may_use(tmp_path, meminfo, limit, expected):
+    files = [tmp_path / "meminfo", tmp_path / "memory.max"]
+    for path, text in zip(files, (meminfo, limit), strict=True):
+        if text is not None:
+            path.write_text(text)
+    assert _memory_bytes(*files) == expected
