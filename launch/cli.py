@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(prog="moe-runtime", description=moe_runtime.__doc__)
     root.add_argument("--version", action="version", version=f"moe-runtime {moe_runtime.__version__}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _make_checkpoint(commands.add_parser("make-checkpoint", help="write a small checkpoint with random weights"))
+    _make_checkpoint(
+        commands.add_parser("make-checkpoint", help="write a small checkpoint with random weights")
+    )
     _check(commands.add_parser("check", help="validate a plan; print what would run and the memory per rank"))
     _generate(commands.add_parser("generate", help="generate from a file of prompts"))
     _bench(commands.add_parser("bench", help="replay a request trace and write a throughput-per-node report"))
@@ -75,7 +77,9 @@ def _generate(p: argparse.ArgumentParser) -> None:
     _plan(p)
     p.add_argument("--prompts", required=True, type=Path, metavar="IN.jsonl")
     p.add_argument("--out", required=True, type=Path, metavar="OUT.jsonl")
-    p.add_argument("--logits", type=Path, metavar="F.npz", help="also save the first token's logits of each prompt")
+    p.add_argument(
+        "--logits", type=Path, metavar="F.npz", help="also save the first token's logits of each prompt"
+    )
 
 
 def _bench(p: argparse.ArgumentParser) -> None:

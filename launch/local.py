@@ -21,7 +21,7 @@ GRACE_SECONDS = 3.0
 
 
 def launch(argv: Sequence[str], num_ranks: int) -> int:
-    """Run `python -m moe_runtime ARGV` as `num_ranks` ranks; returns the exit code of the first failure, or 0."""
+    """Run `python -m moe_runtime ARGV` as `num_ranks` ranks; the exit code is the first failure's, or 0."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
         ranks = [_start(argv, rank, num_ranks, listener) for rank in range(num_ranks)]
@@ -41,7 +41,9 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _start(argv: Sequence[str], rank: int, num_ranks: int, listener: socket.socket) -> "subprocess.Popen[bytes]":
+def _start(
+    argv: Sequence[str], rank: int, num_ranks: int, listener: socket.socket
+) -> "subprocess.Popen[bytes]":
     env = dict(os.environ)
     env[environment.RANK] = str(rank)
     env[environment.WORLD] = str(num_ranks)

@@ -15,5 +15,5 @@ def world() -> Any:
 
 
 def abort(code: int) -> None:
-    """End every rank of the job; does not return. A plain exit would leave the others waiting for a minute."""
+    """End every rank of the job; does not return. After a plain exit the others would wait for a minute."""
     world().Abort(code)

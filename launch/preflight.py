@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moe_runtime.checkpoint.reader import Checkpoint
 from moe_runtime.models.families.registry import read_spec, skipped_tensor, tensor_targets
+from moe_runtime.plan.budget import MemoryBudget
 from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.plan.load import LoadedPlan, load_plan
 from moe_runtime.plan.resolve import resolve
@@ -23,6 +24,7 @@ class Preflight:
     effective: EffectivePlan
     model: ModelSpec
     targets: tuple[TensorTarget, ...]
+    budgets: tuple[MemoryBudget, ...]
 
 
 def preflight(plan_path: Path, overrides: Sequence[str], *, check_tensors: bool) -> Preflight:
@@ -36,9 +38,9 @@ def preflight(plan_path: Path, overrides: Sequence[str], *, check_tensors: bool)
     model = read_spec(Path(loaded.plan.model.path), None if dtype == "auto" else dtype)
     effective = resolve(loaded.plan, model)
     memory = read_machine(hardware="", device="").memory_bytes
-    validate(loaded, effective, model, host_memory_bytes=memory)
+    budgets = validate(loaded, effective, model, host_memory_bytes=memory)
     targets = tensor_targets(model)
     if check_tensors:
         with Checkpoint.open(Path(effective.model.path)) as checkpoint:
             checkpoint.validate(targets, lambda name: skipped_tensor(model, name))
-    return Preflight(loaded=loaded, effective=effective, model=model, targets=targets)
+    return Preflight(loaded=loaded, effective=effective, model=model, targets=targets, budgets=budgets)

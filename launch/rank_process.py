@@ -21,10 +21,11 @@ from types import FrameType
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
+from moe_runtime.engine.sockets import ipc_address
 from moe_runtime.errors import MoeRuntimeError, PlanError, UserError
 from moe_runtime.frontend.fleet import Bootstrap, RankAddress
-from moe_runtime.engine.sockets import ipc_address
 from moe_runtime.launch import environment, mpi, worker
 from moe_runtime.launch.console import say
 from moe_runtime.launch.environment import RankEnvironment
@@ -102,7 +103,8 @@ class _RankProcess:
         elif isinstance(error, UserError):
             time.sleep(SECONDARY_DELAY)  # the same message was printed by another rank
         else:
-            say(f"rank {self.env.rank} ended: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            first_line = (str(error).splitlines() or [""])[0]
+            say(f"rank {self.env.rank} ended: {type(error).__name__}: {first_line}")
         if self.env.launcher == "mpirun":
             sys.stderr.flush()
             mpi.abort(code)
@@ -139,7 +141,7 @@ class _RankProcess:
         if place.num_ranks > 1:
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore(place.instance.name, rendezvous.store),
+                store=PrefixStore(place.instance.name, rendezvous.store),
                 rank=place.rank,
                 world_size=place.num_ranks,
                 timeout=timedelta(seconds=worker.STEP_TIMEOUT),
@@ -149,13 +151,18 @@ class _RankProcess:
         self, cards: list[worker.RankCard], session: Path, argv: Sequence[str]
     ) -> "subprocess.Popen[bytes]":
         ranks = [
-            RankAddress(instance=c.instance, deployment=c.deployment, rank=c.rank, address=c.inbox) for c in cards
+            RankAddress(instance=c.instance, deployment=c.deployment, rank=c.rank, address=c.inbox)
+            for c in cards
         ]
         bootstrap = Bootstrap(frontend=0, address=ipc_address(session, "frontend.0"), ranks=ranks)
         env = dict(os.environ)
         env[environment.FRONTEND] = msgspec.json.encode(bootstrap).decode()
-        process = subprocess.Popen([sys.executable, "-m", "moe_runtime", *argv], env=env, stdin=subprocess.DEVNULL)
-        threading.Thread(target=self._watch_frontend, args=(process,), name="frontend-watch", daemon=True).start()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moe_runtime", *argv], env=env, stdin=subprocess.DEVNULL
+        )
+        threading.Thread(
+            target=self._watch_frontend, args=(process,), name="frontend-watch", daemon=True
+        ).start()
         return process
 
     def _watch_frontend(self, process: "subprocess.Popen[bytes]") -> None:
@@ -190,5 +197,6 @@ def _is_consequence(error: BaseException) -> bool:
     if isinstance(error, MoeRuntimeError):
         return True
     return isinstance(error, RuntimeError) and any(
-        word in str(error) for word in ("Connection closed", "Connection reset", "gloo", "Timed out", "timed out")
+        word in str(error)
+        for word in ("Connection closed", "Connection reset", "gloo", "Timed out", "timed out")
     )

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import msgspec
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from moe_runtime.errors import MoeRuntimeError
 from moe_runtime.launch.environment import RankEnvironment
@@ -24,11 +24,11 @@ class Rendezvous:
     def __init__(self, env: RankEnvironment) -> None:
         self.env = env
         store = _open_mpi(env) if env.launcher == "mpirun" else _open(env)
-        self.store: dist.Store = dist.PrefixStore(f"/moe_runtime/attempt_{env.attempt}", store)
+        self.store: Store = PrefixStore(f"/moe_runtime/attempt_{env.attempt}", store)
 
     def publish(self, key: str, value: object) -> None:
         """Make a value (anything msgspec can encode) known to all ranks under (key, this rank)."""
-        self.store.set(f"{key}/{self.env.rank}", msgspec.json.encode(value))
+        self.store.set(f"{key}/{self.env.rank}", msgspec.json.encode(value).decode())
 
     def gather(self, key: str, value_type: type[T], phase: str) -> list[T]:
         """COLLECTIVE: what every rank published under `key`, in rank order.
@@ -67,8 +67,8 @@ class Rendezvous:
         return bool(self.store.compare_set(key, "", value).decode() == value)
 
 
-def _open(env: RankEnvironment) -> dist.Store:
-    return dist.TCPStore(
+def _open(env: RankEnvironment) -> Store:
+    return TCPStore(
         env.store_host,
         env.store_port,
         env.world_size,
@@ -80,15 +80,15 @@ def _open(env: RankEnvironment) -> dist.Store:
     )
 
 
-def _open_mpi(env: RankEnvironment) -> dist.Store:
+def _open_mpi(env: RankEnvironment) -> Store:
     """Rank 0 opens a store on a free port and tells the others over MPI."""
     from moe_runtime.launch.mpi import world
 
     comm = world()
     if env.rank == 0:
         host = "127.0.0.1"
-        store = dist.TCPStore(host, 0, env.world_size, is_master=True, wait_for_workers=False)
+        store = TCPStore(host, 0, env.world_size, is_master=True, wait_for_workers=False)
         comm.bcast(f"{host}:{store.port}", root=0)
         return store
     host, port = comm.bcast(None, root=0).rsplit(":", 1)
-    return dist.TCPStore(host, int(port), env.world_size, is_master=False, wait_for_workers=False)
+    return TCPStore(host, int(port), env.world_size, is_master=False, wait_for_workers=False)

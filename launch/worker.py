@@ -113,11 +113,12 @@ def load(flight: Preflight, place: Place) -> Loaded:
             decoder.tensors(),
             lambda layer: placement.local_experts(layer, place.rank),
         )
-    decoder.prepare()
     group, blocks = deployment.kv.primary, deployment.kv_cache.blocks
     pool = HostPool.create(group, blocks) if deployment.name == "prefill" else None
     shape = (blocks, group.block_tokens, group.entry)
-    cache = pool.cache if pool else [torch.zeros(shape, dtype=getattr(torch, group.dtype)) for _ in group.layers]
+    cache = (
+        pool.cache if pool else [torch.zeros(shape, dtype=getattr(torch, group.dtype)) for _ in group.layers]
+    )
     owns_window = place.rank == 0 and place.num_ranks > 1
     return Loaded(
         place=place,
@@ -176,7 +177,9 @@ def assemble(flight: Preflight, loaded: Loaded, cards: list[RankCard], *, poison
     )
     exports = [c.pool for c in cards if c.pool is not None]
     pulls = deployment.name == "decode"
-    transport = HostTransport(loaded.kv_cache, deployment.kv.primary, loaded.layout, exports) if pulls else None
+    transport = (
+        HostTransport(loaded.kv_cache, deployment.kv.primary, loaded.layout, exports) if pulls else None
+    )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[ToRank] = Inbox(context, mine.inbox, ToRank)
     desk = RequestDesk(

@@ -76,12 +76,15 @@ class StepTimeout(MoeRuntimeError):
     Names the step, the layer (-1 outside the model), the operation and the ranks waited for.
     """
 
-    def __init__(self, *, step: int, operation: str, ranks: Sequence[int], seconds: float, layer: int = -1):
+    def __init__(
+        self, *, step: int, operation: str, ranks: Sequence[int], seconds: float, layer: int = -1
+    ) -> None:
         self.step, self.layer, self.operation, self.ranks = step, layer, operation, tuple(ranks)
         where = f"layer {layer}, " if layer >= 0 else ""
         names = ", ".join(str(r) for r in ranks)
         super().__init__(
-            f"step {step}: {where}{operation}: waited {seconds:.1f} s for rank{'s' if len(ranks) != 1 else ''} {names}"
+            f"step {step}: {where}{operation}: waited {seconds:.1f} s for"
+            f" rank{'s' if len(ranks) != 1 else ''} {names}"
         )
 
 

@@ -76,7 +76,8 @@ class Flag:
     """One 32-bit word of a window: `set` publishes a value, `wait` blocks until it is reached."""
 
     def __init__(self, word: NDArray[np.generic]) -> None:
-        assert word.dtype == np.int32 and word.size == 1
+        assert word.dtype == np.int32
+        assert word.size == 1
         self._word = word.reshape(1)
         self._address = ctypes.c_void_p(word.ctypes.data)
 

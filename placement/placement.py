@@ -49,11 +49,11 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        return self.slot_to_expert_LS.shape[0]
+        return len(self.slot_to_expert_LS)
 
     @property
     def num_slots(self) -> int:
-        return self.slot_to_expert_LS.shape[1]
+        return int(self.slot_to_expert_LS.shape[1])
 
     @property
     def slots_per_rank(self) -> int:
@@ -132,9 +132,13 @@ def linear(*, num_layers: int, num_experts: int, num_ranks: int, redundant_exper
 
 def _validate(table: NDArray[np.int32], num_experts: int, num_ranks: int) -> None:
     if table.ndim != 2 or table.shape[1] % num_ranks:
-        raise PlacementError(f"slots {table.shape} are not [layers, slots] with slots divisible by {num_ranks} ranks")
+        raise PlacementError(
+            f"slots {table.shape} are not [layers, slots] with slots divisible by {num_ranks} ranks"
+        )
     if table.size and (table.min() < -1 or table.max() >= num_experts):
-        raise PlacementError(f"expert ids must lie in -1..{num_experts - 1}, found {table.min()}..{table.max()}")
+        raise PlacementError(
+            f"expert ids must lie in -1..{num_experts - 1}, found {table.min()}..{table.max()}"
+        )
     per_rank = table.reshape(len(table), num_ranks, -1)
     for layer, ranks in enumerate(per_rank):
         counts = np.bincount(ranks[ranks >= 0], minlength=num_experts)

@@ -15,5 +15,6 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         seed=arguments.seed,
     )
     total = sum(f.stat().st_size for f in arguments.out.iterdir())
-    say(f"wrote {arguments.family} ({arguments.size}, {arguments.dtype}, {total / 1e6:.1f} MB) to {arguments.out}")
+    kind = f"{arguments.family} ({arguments.size}, {arguments.dtype}, {total / 1e6:.1f} MB)"
+    say(f"wrote {kind} to {arguments.out}")
     return 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_runtime.engine.messages import (
+    FRONTEND_SHIFT,
     Abort,
     Collect,
     Hello,
@@ -36,8 +37,6 @@ from moe_runtime.transfer.handoff import Handoff, KVSource
 from moe_runtime.transfer.host import HostPool
 from moe_runtime.transfer.interface import KVTransport, Pull
 from moe_runtime.transfer.leases import Leases
-
-FRONTEND_SHIFT = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +121,13 @@ class RequestDesk:
                 handoff = self._grant(event)
                 self._tell(frontend, Prefilled(handoff=handoff, logits=logits.get(event.sample)))
                 continue
-            tokens[frontend].append(Token(request, event.token, event.finish_reason, logits.get(event.sample)))
+            tokens[frontend].append(
+                Token(request, event.token, event.finish_reason, logits.get(event.sample))
+            )
         for frontend, batch in tokens.items():
-            self._tell(frontend, StepTokens(instance=self.identity.instance, rank=self.identity.rank, tokens=batch))
+            self._tell(
+                frontend, StepTokens(instance=self.identity.instance, rank=self.identity.rank, tokens=batch)
+            )
 
     def close(self) -> None:
         """Close the sockets once what was sent is out, and the transfer thread."""
@@ -157,7 +160,9 @@ class RequestDesk:
             case Hello(frontend=frontend, address=address):
                 self._frontends[frontend] = address
                 me = self.identity
-                self._tell(frontend, Ready(instance=me.instance, rank=me.rank, load_seconds=self.load_seconds))
+                self._tell(
+                    frontend, Ready(instance=me.instance, rank=me.rank, load_seconds=self.load_seconds)
+                )
             case Collect():
                 self._send_stats()
             case Shutdown():
@@ -185,7 +190,9 @@ class RequestDesk:
         for sequence in self.scheduler.take_started_pulls():
             assert self.transport is not None
             source = self._sources.pop(sequence.request.id)
-            blocks = self.scheduler.table.blocks[sequence.row, : self.scheduler.table.num_blocks[sequence.row]]
+            blocks = self.scheduler.table.blocks[
+                sequence.row, : self.scheduler.table.num_blocks[sequence.row]
+            ]
             self._pulls.append(_Pulling(sequence, self.transport.start_pull(source, blocks), source))
 
     def _poll_pulls(self) -> None:

@@ -48,7 +48,10 @@ def make_context(
             start=starts[p],
             stop=starts[p + 1],
             context=context[p],
-            blocks=_to(_used(inputs.segment_blocks_PB[p], context[p] + starts[p + 1] - starts[p], block_tokens), device),
+            blocks=_to(
+                _used(inputs.segment_blocks_PB[p], context[p] + starts[p + 1] - starts[p], block_tokens),
+                device,
+            ),
         )
         for p in range(inputs.num_segments)
     )

@@ -39,9 +39,7 @@ class SharedExchange:
         self._rank = rank
         self._timeout = timeout
         words = vector_words(num_ranks)
-        self._flags = [
-            Flag(window.array(np.int32, (1,), offset=r * CACHE_LINE)) for r in range(num_ranks)
-        ]
+        self._flags = [Flag(window.array(np.int32, (1,), offset=r * CACHE_LINE)) for r in range(num_ranks)]
         vectors = window.array(np.int64, (num_ranks, 2, words), offset=num_ranks * CACHE_LINE)
         self._vectors: NDArray[np.int64] = vectors.view(np.int64)
 

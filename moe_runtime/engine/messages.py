@@ -9,6 +9,9 @@ from moe_runtime.report.records import StepBatch
 from moe_runtime.spec.requests import Request
 from moe_runtime.transfer.handoff import Handoff
 
+# Request ids carry their frontend: id >> FRONTEND_SHIFT.
+FRONTEND_SHIFT = 48
+
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Frontend -> rank: send what concerns me to `address`."""

@@ -33,11 +33,11 @@ class Inbox(Generic[Message]):
         self._socket.set_hwm(HIGH_WATER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(message_type)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(message_type)
 
     def drain(self) -> list[Message]:
         """All messages that are there, in order of arrival; never blocks."""
-        messages = []
+        messages: list[Message] = []
         while True:
             try:
                 raw = self._socket.recv(zmq.NOBLOCK)

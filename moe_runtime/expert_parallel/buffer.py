@@ -6,7 +6,7 @@ H hidden, s local slots.
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -64,7 +64,7 @@ class Buffer(Protocol):
     do not depend on placement or EP degree; `backend` sums in an order of its own.
     """
 
-    combine_order: CombineOrder
+    combine_order: ClassVar[CombineOrder]
 
     def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> Sent[GroupedRows]:
         """Send row t to each slot of slot_ids_TK[t] (int64, -1 sends nothing). T = 0 is legal.

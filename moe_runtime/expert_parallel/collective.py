@@ -33,7 +33,9 @@ class _State:
 class _Transfer:
     """A posted all-to-all of rows."""
 
-    def __init__(self, buffer: "CollectiveBuffer", rows: Tensor, out_splits: list[int], in_splits: list[int]):
+    def __init__(
+        self, buffer: "CollectiveBuffer", rows: Tensor, out_splits: list[int], in_splits: list[int]
+    ) -> None:
         self._meter = buffer.meter
         self.received = rows.new_empty(sum(out_splits), rows.shape[1])
         self._posted = time.monotonic()
@@ -103,7 +105,9 @@ class CollectiveBuffer:
         self.meter.transfer(posted=began, wait_began=began, done=time.monotonic())
 
         send_splits, receive_splits = send_Rs.sum(1).tolist(), receive_Rs.sum(1).tolist()
-        slot_of_row_N = torch.arange(self._slots).repeat(self._ranks).repeat_interleave(receive_Rs.flatten().cpu())
+        slot_of_row_N = (
+            torch.arange(self._slots).repeat(self._ranks).repeat_interleave(receive_Rs.flatten().cpu())
+        )
         by_slot_N = torch.argsort(slot_of_row_N, stable=True).to(x_TH.device)
         state = _State(pairs, send_splits, receive_splits, by_slot_N)
         transfer = _Transfer(self, x_TH[pairs.token_P], receive_splits, send_splits)

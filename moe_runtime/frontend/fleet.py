@@ -11,8 +11,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from moe_runtime.engine.desk import FRONTEND_SHIFT
 from moe_runtime.engine.messages import (
+    FRONTEND_SHIFT,
     Abort,
     Collect,
     Hello,
@@ -24,8 +24,8 @@ from moe_runtime.engine.messages import (
     StepTokens,
     Submit,
     SubmitTransferred,
-    Token,
     ToFrontend,
+    Token,
 )
 from moe_runtime.engine.sockets import Outbox
 from moe_runtime.frontend.router import Router, Target
@@ -95,7 +95,9 @@ class Fleet:
         self._inbox.bind(self._bootstrap.address)
         self._reader = asyncio.create_task(self._read())
         for address in self._addresses.values():
-            self._outbox.send(address, Hello(frontend=self._bootstrap.frontend, address=self._bootstrap.address))
+            self._outbox.send(
+                address, Hello(frontend=self._bootstrap.frontend, address=self._bootstrap.address)
+            )
         while missing := [f"{i} rank {r}" for i, r in self._addresses if (i, r) not in self._ready]:
             if not await self._wait_changed(5.0) and on_wait is not None:
                 on_wait(missing)
@@ -181,7 +183,9 @@ class Fleet:
                 self._append(live, handoff.first_token, now, logits)
                 target = self._assign(live, "decode", self._load(live))
                 live.decode_instance = target.instance
-                self._outbox.send(self._address(target), SubmitTransferred(request=live.request, handoff=handoff))
+                self._outbox.send(
+                    self._address(target), SubmitTransferred(request=live.request, handoff=handoff)
+                )
             case Refused(request=request, reason=reason):
                 if (live := self._live.get(request)) is not None:
                     self._finish(live, FinishReason.ERROR, reason)

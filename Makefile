@@ -1,0 +1,46 @@
+# Every target sets up what it needs in .venv, once; `make help` lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.installed
+CHECKPOINT := checkpoints/small-deepseek-v3
+RUN := $(BIN)/moe-runtime
+
+.PHONY: help setup demo test soak check bench clean
+
+help:
+	@echo "make demo    a small checkpoint, a prefill EP 2 / decode EP 4 plan, a trace replayed, a report"
+	@echo "make test    the test suite (15 minutes at most on 2 cores)"
+	@echo "make check   format, lint, types, layering"
+	@echo "make soak    full grids and long repetitions"
+	@echo "make bench   speed against transformers on the same checkpoint"
+
+setup: $(SETUP)
+
+$(SETUP): pyproject.toml constraints-cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints-cpu.txt -e '.[dev,mpi]'
+	touch $(SETUP)
+
+$(CHECKPOINT): | $(SETUP)
+	$(RUN) make-checkpoint --family deepseek_v3 --size small --out $@
+
+demo: $(SETUP) $(CHECKPOINT)
+	$(RUN) check configs/demo.yaml
+	mkdir -p runs
+	$(RUN) bench configs/demo.yaml --trace configs/demo_trace.jsonl --out runs/demo.json
+
+test: $(SETUP)
+	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+soak: $(SETUP)
+	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+
+check: $(SETUP)
+	scripts/check
+
+bench: $(SETUP) $(CHECKPOINT)
+	$(BIN)/python benchmarks/speed.py --checkpoint $(CHECKPOINT)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs

@@ -1,0 +1,118 @@
+"""`moe-runtime bench`: replays a request trace open loop, prints and saves the report."""
+
+import argparse
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import moe_runtime
+from moe_runtime.checkpoint.tokenizer import Tokenizer
+from moe_runtime.files import require_writable
+from moe_runtime.frontend.fleet import Fleet
+from moe_runtime.frontend.prompts import trace_prompts, usable_ids
+from moe_runtime.frontend.replay import Arrival, replay
+from moe_runtime.frontend.trace import read_trace
+from moe_runtime.launch import session
+from moe_runtime.launch.console import say, show
+from moe_runtime.launch.preflight import Preflight
+from moe_runtime.launch.progress import Progress
+from moe_runtime.plan.validate import plan_warnings
+from moe_runtime.report.build import build_report
+from moe_runtime.report.facts import DeploymentFacts, RunFacts
+from moe_runtime.report.files import save_report
+from moe_runtime.report.machine import read_commit, read_machine, summarize_model
+from moe_runtime.report.schema import Options
+from moe_runtime.report.show import render, use_color
+from moe_runtime.spec.requests import SamplingParams
+
+
+def run(arguments: argparse.Namespace, argv: list[str]) -> int:
+    command = _Bench(arguments)
+    return session.run(arguments.plan, arguments.overrides, argv, check=command.check, work=command.work)
+
+
+class _Bench:
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.out: Path = arguments.out
+        self.options = Options(
+            trace=str(arguments.trace),
+            speed=arguments.speed,
+            limit=arguments.limit,
+            scale_lengths=arguments.scale_lengths,
+        )
+
+    def check(self, flight: Preflight) -> None:
+        """Everything wrong with the inputs, before a rank starts."""
+        require_writable(self.out)
+        self._arrivals(flight)
+
+    def _arrivals(self, flight: Preflight) -> list[Arrival]:
+        o = self.options
+        requests = read_trace(Path(o.trace), limit=o.limit, speed=o.speed, scale_lengths=o.scale_lengths)
+        tokenizer = Tokenizer(Path(flight.effective.model.path))
+        model = flight.model
+        special = [*model.eos_token_ids, *([] if model.bos_token_id is None else [model.bos_token_id])]
+        prompts = trace_prompts(
+            requests,
+            ids=usable_ids(model.vocab_size, special),
+            encode=tokenizer.encode,
+            max_tokens=_sequence_room(flight),
+        )
+        # The trace says how much is generated, so the end-of-sequence token ends nothing.
+        return [
+            Arrival(
+                index=r.index,
+                at=r.arrival,
+                prompt=prompt,
+                sampling=SamplingParams(max_tokens=r.output_length, ignore_eos=True),
+            )
+            for r, prompt in zip(requests, prompts, strict=True)
+        ]
+
+    async def work(self, flight: Preflight, fleet: Fleet) -> int:
+        arrivals = self._arrivals(flight)
+        warmup_end = time.monotonic()
+        with Progress("requests", len(arrivals)) as progress:
+            records = await replay(fleet, arrivals, on_done=progress.advance)
+        steps = await fleet.collect()
+        report = build_report(self._facts(flight, warmup_end), records, steps)
+        save_report(self.out, report)
+        show(render(report, color=use_color(sys.stdout)))
+        say(f"wrote {self.out}")
+        return 0
+
+    def _facts(self, flight: Preflight, warmup_end: float) -> RunFacts:
+        plan = flight.effective
+        return RunFacts(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            version=moe_runtime.__version__,
+            commit=read_commit(),
+            machine=read_machine(hardware=plan.cluster.hardware, device=plan.cluster.device),
+            plan=plan.to_json(),
+            plan_digest=plan.digest,
+            model=summarize_model(flight.model, path=plan.model.path, dtype=plan.model.dtype),
+            options=self.options,
+            ranks_per_node=plan.cluster.ranks_per_node,
+            moe_layers=flight.model.moe_layers,
+            deployments=tuple(
+                DeploymentFacts(
+                    name=d.name,
+                    instances=tuple(i.name for i in plan.instances if i.deployment == d.name),
+                    expert_parallel=d.expert_parallel,
+                    redundant_experts=d.redundant_experts,
+                    dispatch_backend=d.dispatch.backend,
+                    kv_blocks=d.kv_cache.blocks,
+                )
+                for d in plan.deployments
+            ),
+            slo=(plan.slo.ttft_ms, plan.slo.tpot_ms),
+            warmup_end=warmup_end,
+            notes=plan_warnings(plan, flight.model),
+        )
+
+
+def _sequence_room(flight: Preflight) -> int:
+    """Tokens, prompt and output together, that a sequence may have on any rank it meets."""
+    pools = [d.kv_cache.blocks * d.kv_cache.block_tokens for d in flight.effective.deployments]
+    return min(flight.model.max_positions, *pools)
