@@ -39,7 +39,7 @@ def read_exactly(fd: int, buffer: memoryview, offset: int) -> None:
     while done < len(buffer):
         count = os.preadv(fd, [buffer[done:]], offset + done)
         if count == 0:
-            raise EOFError
+            raise EOFError(f"the file ends before it, at byte {offset + done}")
         done += count
 
 

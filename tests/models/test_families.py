@@ -287,7 +287,7 @@ def test_deepseek_v3_has_its_published_number_of_parameters():
 
 def test_rows_of_a_parameter_are_tiled_without_gap_or_overlap():
     for config in (DEEPSEEK_V3 | {"num_hidden_layers": 4}, QWEN3_30B | {"num_hidden_layers": 2}):
-        pieces = {}
+        pieces: dict[tuple[str, int | None], list[tuple[int, int]]] = {}
         for t in registry.tensor_targets(spec_of(config)):
             pieces.setdefault((t.parameter, t.expert), []).append((t.row_start, t.row_start + t.shape[0]))
         for rows in pieces.values():
