@@ -214,6 +214,8 @@ def _phases(report: Report, color: bool) -> RenderableType:
 def _balance(report: Report, color: bool) -> RenderableType:
     grid = table(["", "layer", "mean", "p5 of steps", "of the summed load"], color=color)
     for d in report.deployments:
+        if d.expert_parallel == 1:  # one rank is always even
+            continue
         loaded = [b for b in d.balancedness if b.mean is not None]
         for b in sorted(loaded, key=lambda b: b.mean or 0.0)[:_WORST_LAYERS]:
             grid.add_row(d.name, str(b.layer), *(number(v) for v in (b.mean, b.p5, b.of_sum)))

@@ -54,6 +54,11 @@ def test_worst_layers_of_each_deployment_are_shown(report):
     assert rows[0][1:3] == [str(worst.layer), number(worst.mean)]
 
 
+def test_a_single_rank_has_no_balance_to_show(report):
+    alone = [msgspec.structs.replace(d, expert_parallel=1) for d in report.deployments]
+    assert "Balancedness" not in render(msgspec.structs.replace(report, deployments=tuple(alone)))
+
+
 def test_missing_numbers_are_na_with_their_reason(make):
     facts, requests, _ = make.run()
     text = render(build_report(facts, requests, []))
