@@ -120,7 +120,7 @@ class _Draft:
             raise PlanError(
                 "--set", "is not key.path=value", value=shorten(text), hint="for example server.port=8001"
             )
-        tree = parse(value_text, f"--set {shorten(name)}")
+        tree = parse(value_text, f"--set {dotted(path)}")
         self.problems += tree.problems
         if key_of(path) is None:
             hint = suggestion(path, self.deployments)

@@ -15,6 +15,7 @@ def plan_problems(plan: Plan) -> Iterator[Problem]:
     dtype = None if plan.model.dtype == "auto" else plan.model.dtype
     refused = list(unavailable(plan, tuple(plan.deployments.items()), dtype))
     yield from refused
+    yield from _text(plan)
     yield from _hardware(plan, device_works=all(p.path != ("cluster", "device") for p in refused))
     names = list(_deployment_names(plan))
     yield from names or _ranks(plan)
@@ -25,6 +26,13 @@ def plan_problems(plan: Plan) -> Iterator[Problem]:
 
 def total_ranks(plan: Plan) -> int:
     return sum(d.instances * d.expert_parallel for d in plan.deployments.values())
+
+
+def _text(plan: Plan) -> Iterator[Problem]:
+    """Neither the file system nor a socket takes control characters."""
+    for path, value in ((("model", "path"), plan.model.path), (("server", "host"), plan.server.host)):
+        if not value.isprintable():
+            yield Problem(path=path, text="has unprintable characters", value=value, hint="leave them out")
 
 
 def _hardware(plan: Plan, *, device_works: bool) -> Iterator[Problem]:

@@ -80,7 +80,7 @@ def plain_scalar(text: str) -> Any:
 
 
 def one_line(text: str) -> str:
-    return " ".join(text.split())[:200]
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split())[:200])
 
 
 def _place(node: yaml.Node, name: str) -> str:

@@ -1,0 +1,42 @@
+"""Every plan the repository shows is a plan that works: configs and the YAML blocks of the documentation."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.plan.plans import GIB, checked
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def shown_plans() -> dict[str, str]:
+    """Text of every plan by the place it stands in."""
+    plans = {str(p.relative_to(ROOT)): p.read_text() for p in sorted((ROOT / "configs").rglob("*.yaml"))}
+    for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
+        for i, match in enumerate(BLOCK.finditer(page.read_text())):
+            plans[f"{page.relative_to(ROOT)}, block {i + 1}"] = match[1]
+    return plans
+
+
+PLANS = shown_plans()
+
+
+def test_the_configs_are_among_them():
+    assert {"configs/demo.yaml", "configs/unified.yaml", "configs/unified-ep2.yaml"} <= set(PLANS)
+
+
+@pytest.mark.parametrize("text", PLANS.values(), ids=PLANS)
+def test_it_works(tmp_path: Path, text: str):
+    _, plan, budgets = checked(tmp_path, text, host_memory_bytes=16 * GIB)
+    assert len(budgets) == len(plan.deployments)
+
+
+def test_the_demo_is_what_the_readme_promises(tmp_path: Path):
+    _, plan, _ = checked(tmp_path, PLANS["configs/demo.yaml"])
+    prefill, decode = plan.deployments
+    assert (prefill.name, prefill.expert_parallel) == ("prefill", 2)
+    assert (decode.name, decode.expert_parallel, decode.redundant_experts) == ("decode", 4, 8)
+    assert plan.num_ranks == 6
+    assert plan.model.path == str(tmp_path.parent / "checkpoints" / "small-deepseek-v3")
