@@ -5,7 +5,17 @@ from collections.abc import Callable, Sequence
 from rich.console import RenderableType
 
 from moe_runtime.report.schema import Deployment, Percentiles, Report
-from moe_runtime.report.show import WIDTH, bullets, number, percent, plural, table, titled, to_text
+from moe_runtime.report.show import (
+    WIDTH,
+    bullets,
+    number,
+    percent,
+    plural,
+    short_commit,
+    table,
+    titled,
+    to_text,
+)
 
 Row = tuple[str, Callable[[Report], str]]
 _COLUMNS_PER_TABLE = 4
@@ -29,7 +39,7 @@ def render_many(reports: Sequence[tuple[str, Report]], *, color: bool = False, w
 def _rows(reports: Sequence[Report]) -> list[Row]:
     rows: list[Row] = [
         ("created", lambda r: r.created),
-        ("commit", lambda r: (r.commit or "unknown")[:12]),
+        ("commit", lambda r: short_commit(r.commit)),
         ("plan", lambda r: r.plan_digest),
         ("nodes, ranks", lambda r: f"{plural(round(r.system.nodes, 2), 'node')}, {r.system.ranks}"),
         ("window, s", lambda r: number(r.window.seconds) + (" (short)" if r.window.short else "")),

@@ -111,15 +111,20 @@ def role(d: Deployment) -> str:
     return f"{d.name} (EP {d.expert_parallel}, {plural(round(d.nodes, 2), 'node')})"
 
 
+def short_commit(commit: str | None) -> str:
+    """Twelve digits, and the `+` of a changed tree."""
+    return "unknown" if commit is None else commit[:12] + "+" * commit.endswith("+")
+
+
 def _head(report: Report) -> Text:
     r, m = report, report.model
     machine = f"{r.machine.cpu_model or 'unknown processor'}, {number(r.machine.cores)} cores"
     lines = [
         f"{m.path} ({m.family}, {m.dtype}, {m.num_moe_layers} MoE layers of {m.num_experts} experts)",
-        f"plan {r.plan_digest}, moe-runtime {r.version}, commit {(r.commit or 'unknown')[:12]}, {r.created}",
+        f"plan {r.plan_digest}, moe-runtime {r.version}, commit {short_commit(r.commit)}, {r.created}",
         f"hardware {r.machine.hardware}: {machine}",
-        f"trace {r.options.trace} at speed {r.options.speed:g}, lengths x {r.options.scale_lengths:g}:"
-        f" {plural(r.requests.count, 'request')}, {r.requests.finished} finished, {r.requests.failed} failed,"
+        f"trace {r.options.trace} at speed {r.options.speed:g}, lengths x {r.options.scale_lengths:g}",
+        f"{plural(r.requests.count, 'request')}: {r.requests.finished} finished, {r.requests.failed} failed,"
         f" {r.requests.preemptions} preemptions",
         r.window.note,
     ]

@@ -59,6 +59,13 @@ def test_a_single_rank_has_no_balance_to_show(report):
     assert "Balancedness" not in render(msgspec.structs.replace(report, deployments=tuple(alone)))
 
 
+def test_a_changed_tree_is_shown(report):
+    assert "commit 0123456789ab, " in render(report)
+    changed = msgspec.structs.replace(report, commit=report.commit + "+")
+    assert "commit 0123456789ab+, " in render(changed)
+    assert "commit unknown, " in render(msgspec.structs.replace(report, commit=None))
+
+
 def test_missing_numbers_are_na_with_their_reason(make):
     facts, requests, _ = make.run()
     text = render(build_report(facts, requests, []))
