@@ -4,8 +4,8 @@ The engine makes one per micro-batch from StepInputs. The model never sees the s
 process groups or the plan. T rows, D decode rows, H hidden, B blocks per sequence.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ class StepContext:
     clock            phases: attention, routing, dispatch, experts, combine, other
     rounds           dispatch rounds, agreed by all ranks (>= 1)
     round_tokens     rows per round
+    memo             what one layer works out and the others reuse (positions' cos and sin, gather plans)
     """
 
     token_ids_T: Tensor
@@ -71,6 +72,7 @@ class StepContext:
     clock: Clock
     rounds: int
     round_tokens: int
+    memo: dict[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,47 @@
+"""mla_decode on a CPU: batched products over groups of sequences, the latent gathered once per layer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moe_runtime.kernels.mla_decode.reference import split_kv_b
+from moe_runtime.kernels.paged.cpu import DecodeGroup
+
+
+def mla_decode(
+    q_DAQ: Tensor,
+    cache_BSE: Tensor,
+    plan: Sequence[DecodeGroup],
+    kv_b_proj: Tensor,
+    scale: float,
+    *,
+    out_DX: Tensor,
+) -> None:
+    """As the reference, up to rounding."""
+    w_uk, w_uv = split_kv_b(kv_b_proj, q_DAQ, cache_BSE)
+    (D, A, _), (nope, rank), E = q_DAQ.shape, w_uk.shape[1:], cache_BSE.shape[2]
+    q_DAE = q_DAQ.new_empty(D, A, E)
+    absorbed_ADR = torch.bmm(q_DAQ[..., :nope].transpose(0, 1), w_uk)
+    torch.mul(absorbed_ADR.transpose(0, 1), scale, out=q_DAE[..., :rank])
+    torch.mul(q_DAQ[..., nope:], scale, out=q_DAE[..., rank:])
+    flat_cache = cache_BSE.view(-1, E)
+    latent_DAR = q_DAQ.new_empty(D, A, rank)
+    for group in plan:
+        q_GAE = q_DAE if group.members is None else q_DAE.index_select(0, group.members)
+        entries_GCE = flat_cache.index_select(0, group.rows).view(len(q_GAE), -1, E).to(q_GAE.dtype)
+        probs_GAC = masked_softmax(torch.bmm(q_GAE, entries_GCE.transpose(1, 2)), group.padded_G1C)
+        latent_GAR = torch.bmm(probs_GAC, entries_GCE[..., :rank])
+        if group.members is None:
+            latent_DAR = latent_GAR
+        else:
+            latent_DAR.index_copy_(0, group.members, latent_GAR)
+    out_ADV = torch.bmm(latent_DAR.transpose(0, 1), w_uv.transpose(1, 2))
+    out_DX.view(D, A, -1).copy_(out_ADV.transpose(0, 1))
+
+
+def masked_softmax(scores: Tensor, masked: Tensor | None) -> Tensor:
+    """Softmax of the last axis in fp32, in the dtype of the scores (which are overwritten)."""
+    if masked is not None:
+        scores.masked_fill_(masked, float("-inf"))
+    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)

@@ -1,0 +1,61 @@
+"""route: from router logits to experts and weights.
+
+T tokens, E experts, K top-k, G groups. Sources: DeepSeek-V3's gate (sigmoid, bias, groups), and
+transformers' modeling_deepseek_v3 and modeling_qwen3_moe.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Scoring = Literal["softmax", "sigmoid"]
+
+
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    *,
+    top_k: int,
+    scoring: Scoring,
+    num_groups: int,
+    kept_groups: int,
+    masked_group_score: float,
+    normalize: bool,
+    epsilon: float,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """expert_ids int64 [T, K], best first, and weights fp32 [T, K].
+
+    The choice is made by score + bias, with experts outside the `kept_groups` best groups set to
+    `masked_group_score`; weights are the scores without bias, divided by their sum + epsilon if
+    `normalize`, times `scale`. Among equal scores the lower expert (or group) id wins.
+    """
+    logits_TE = logits_TE.float()
+    scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if num_groups > 1:
+        group_best = 2 if scoring == "sigmoid" else 1
+        choice_TE = mask_groups(choice_TE, num_groups, kept_groups, group_best, masked_group_score)
+    expert_ids_TK = best(choice_TE, top_k)
+    weights_TK = scores_TE.gather(1, expert_ids_TK)
+    if normalize:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + epsilon)
+    return expert_ids_TK, weights_TK * scale
+
+
+def mask_groups(
+    choice_TE: Tensor, num_groups: int, kept: int, group_best: int, masked_score: float
+) -> Tensor:
+    """Scores with all but the `kept` best groups masked; a group's score is its `group_best` best summed."""
+    T, E = choice_TE.shape
+    choice_TGe = choice_TE.view(T, num_groups, E // num_groups)
+    group_scores_TG = choice_TGe.topk(group_best, dim=-1).values.sum(-1)
+    dropped_TG = torch.ones_like(group_scores_TG, dtype=torch.bool)
+    dropped_TG.scatter_(1, best(group_scores_TG, kept), False)
+    return choice_TGe.masked_fill(dropped_TG.unsqueeze(-1), masked_score).view_as(choice_TE)
+
+
+def best(scores_TE: Tensor, count: int) -> Tensor:
+    """Ids of the `count` best per row, best first, ties to the lower id."""
+    return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()

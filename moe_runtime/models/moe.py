@@ -1,0 +1,106 @@
+"""Router, experts and shared experts of a MoE layer; the exchange between them is the layer's.
+
+T rows, H hidden, E experts, K top-k, s local slots, N received rows, I intermediate.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from moe_runtime.expert_parallel.buffer import GroupedRows
+from moe_runtime.models.mlp import GatedMlp
+from moe_runtime.models.ops import Ops
+from moe_runtime.models.parameters import empty_parameter
+from moe_runtime.spec.model import ModelSpec, MoeSpec
+
+
+class Route(NamedTuple):
+    """expert_ids int64 [T, K]; weights fp32 [T, K], the routed scale included."""
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+
+
+class Router(nn.Module):
+    """Scores in fp32, whatever the model's dtype."""
+
+    correction_bias: Tensor | None
+
+    def __init__(
+        self, moe: MoeSpec, hidden: int, *, ops: Ops, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._ops, r = ops, moe.router
+        self.weight = empty_parameter(moe.num_experts, hidden, dtype=dtype, device=device)
+        self.correction_bias = (
+            empty_parameter(moe.num_experts, dtype=torch.float32, device=device)
+            if r.correction_bias
+            else None
+        )
+        self._how = {
+            "top_k": r.top_k,
+            "scoring": r.scoring,
+            "num_groups": r.num_groups,
+            "kept_groups": r.kept_groups,
+            "masked_group_score": r.masked_group_score,
+            "normalize": r.normalize,
+            "epsilon": r.weight_epsilon,
+            "scale": r.scale,
+        }
+
+    def forward(self, h_TH: Tensor) -> Route:
+        """Experts and weights of each row."""
+        logits_TE = self._ops.linear(h_TH.float(), self.weight.float())
+        return Route(*self._ops.route(logits_TE, self.correction_bias, **self._how))
+
+
+class Experts(nn.Module):
+    """The experts in this rank's slots: plain tensors with a leading slot axis, one byte range per slot."""
+
+    def __init__(
+        self,
+        moe: MoeSpec,
+        hidden: int,
+        *,
+        slots: int,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._ops = ops
+        self.gate_up = empty_parameter(slots, 2 * moe.intermediate, hidden, dtype=dtype, device=device)
+        self.down = empty_parameter(slots, hidden, moe.intermediate, dtype=dtype, device=device)
+
+    def forward(self, rows: GroupedRows) -> Tensor:
+        """[N, H]: each received row through the expert of its slot."""
+        result: Tensor = self._ops.experts(
+            rows.x, rows.starts, rows.counts, self.gate_up, self.down, rows.weights
+        )
+        return result
+
+
+class MoeBlock(nn.Module):
+    """The parts of a MoE layer's feed-forward half, under the names the loader knows."""
+
+    shared_experts: GatedMlp | None
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        slots_per_rank: int,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        moe = spec.moe
+        self.router = Router(moe, spec.hidden, ops=ops, dtype=dtype, device=device)
+        self.experts = Experts(moe, spec.hidden, slots=slots_per_rank, ops=ops, dtype=dtype, device=device)
+        self.shared_experts = (
+            GatedMlp(spec.hidden, moe.shared_intermediate, ops=ops, dtype=dtype, device=device)
+            if moe.shared_intermediate
+            else None
+        )

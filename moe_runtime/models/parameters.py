@@ -1,0 +1,24 @@
+"""Parameters of the decoder: allocated, never trained, filled by the loader."""
+
+import torch
+from torch import Tensor, nn
+
+
+def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter without gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class Weight(nn.Module):
+    """A named place for one tensor, `weight`, and perhaps a `bias`: a projection, a norm, an embedding.
+
+    The arithmetic is not here: modules hand these tensors to kernels.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = empty_parameter(*shape, dtype=dtype, device=device)
+        self.bias = empty_parameter(shape[0], dtype=dtype, device=device) if bias else None

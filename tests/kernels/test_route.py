@@ -1,0 +1,99 @@
+"""route against a plain Python loop, and its CPU path against the reference, bit for bit."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_runtime.kernels.registry import select
+from moe_runtime.kernels.route.reference import route as reference
+
+
+def plain(logits, bias, *, top_k, scoring, num_groups, kept_groups, masked, normalize, epsilon, scale):
+    """One token, as the papers say it, in double precision on given fp32 scores."""
+    scores = torch.sigmoid(logits) if scoring == "sigmoid" else torch.softmax(logits, -1)
+    choice = (scores + bias if bias is not None else scores).tolist()
+    size = len(choice) // num_groups
+    if num_groups > 1:
+        best = 2 if scoring == "sigmoid" else 1
+        groups = [choice[g * size : (g + 1) * size] for g in range(num_groups)]
+        # fp32 addition, as in the kernel: otherwise near ties could differ.
+        value = [float(torch.tensor(sorted(g)[-best:][::-1]).sum()) for g in groups]
+        kept = sorted(range(num_groups), key=lambda g: (-value[g], g))[:kept_groups]
+        choice = [c if e // size in kept else masked for e, c in enumerate(choice)]
+    ids = sorted(range(len(choice)), key=lambda e: (-choice[e], e))[:top_k]
+    weights = [float(scores[e]) for e in ids]
+    total = sum(weights) + epsilon if normalize else 1.0
+    return ids, [w / total * scale for w in weights]
+
+
+CASES = st.fixed_dictionaries(
+    {
+        "scoring": st.sampled_from(["softmax", "sigmoid"]),
+        "groups": st.sampled_from([(1, 1), (4, 2), (4, 4), (8, 1)]),
+        "masked": st.sampled_from([0.0, -math.inf]),
+        "normalize": st.booleans(),
+        "epsilon": st.sampled_from([0.0, 1e-20]),
+        "scale": st.sampled_from([1.0, 2.5]),
+        "bias": st.sampled_from([None, "spread", "negative"]),
+        "tokens": st.integers(0, 5),
+        "grid": st.sampled_from([None, 0.5, 4.0]),
+        "seed": st.integers(0, 2**31),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(CASES)
+def test_route_is_the_plain_loop(case):
+    gen = torch.Generator().manual_seed(case["seed"])
+    num_groups, kept_groups = case["groups"]
+    logits = torch.randn(case["tokens"], 32, generator=gen) * 2
+    if case["grid"]:  # rounded logits tie often
+        logits = (logits / case["grid"]).round() * case["grid"]
+    bias = None
+    if case["bias"]:
+        bias = torch.randn(32, generator=gen).mul_(0.1).round(decimals=1) - float(case["bias"] == "negative")
+    how: dict[str, Any] = {
+        "top_k": 4,
+        "scoring": case["scoring"],
+        "num_groups": num_groups,
+        "kept_groups": kept_groups,
+        "normalize": case["normalize"],
+        "epsilon": case["epsilon"],
+        "scale": case["scale"],
+    }
+    ids, weights = reference(logits, bias, masked_group_score=case["masked"], **how)
+    assert ids.dtype == torch.int64
+    assert weights.dtype == torch.float32
+    for t in range(case["tokens"]):
+        want_ids, want_weights = plain(logits[t], bias, masked=case["masked"], **how)
+        assert ids[t].tolist() == want_ids
+        assert weights[t].tolist() == pytest.approx(want_weights, rel=1e-6)
+    fast_ids, fast_weights = select("route", "cpu")(logits, bias, masked_group_score=case["masked"], **how)
+    assert torch.equal(fast_ids, ids)
+    assert torch.equal(fast_weights, weights)
+
+
+def test_weights_ignore_the_bias_and_masked_scores_differ():
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
+    bias = torch.tensor([-2.0, -2.0, 5.0, -3.0])
+    how: dict[str, Any] = {
+        "top_k": 2,
+        "scoring": "sigmoid",
+        "num_groups": 2,
+        "kept_groups": 1,
+        "normalize": False,
+        "epsilon": 0.0,
+        "scale": 1.0,
+    }
+    # Group 1 wins by its bias. With -inf its other expert is next; with 0.0 the masked expert 0 is
+    # above that expert's negative score.
+    ids, weights = reference(logits, bias, masked_group_score=-math.inf, **how)
+    assert ids.tolist() == [[2, 3]]
+    assert torch.equal(weights, torch.sigmoid(torch.tensor([[1.0, 0.0]])))
+    ids, _ = reference(logits, bias, masked_group_score=0.0, **how)
+    assert ids.tolist() == [[2, 0]]
