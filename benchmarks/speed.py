@@ -148,8 +148,10 @@ def summary(phase: Phase, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "baseline": phase.baseline,
         "A": a,
         "B": b,
-        "spread_A": [min(sides["A"]), max(sides["A"])],
-        "spread_B": [min(sides["B"]), max(sides["B"])],
+        "lowest_A": min(sides["A"]),
+        "highest_A": max(sides["A"]),
+        "lowest_B": min(sides["B"]),
+        "highest_B": max(sides["B"]),
         "ratio": b / a,
         "target": phase.target,
         "met": b / a >= phase.target,
@@ -243,7 +245,6 @@ class Bench:
         return {
             "system": f"moe-runtime EP {expert_parallel}",
             "plan": report.plan_digest,
-            "mean_step_ms": report.deployments[0].mean_step_ms,
             **figure,
         }
 
@@ -301,7 +302,7 @@ def main() -> int:
 
 def write(row: dict[str, Any], out: Path | None) -> None:
     """One JSON line, to the screen and to the file."""
-    line = json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+    line = json.dumps({k: float(f"{v:.5g}") if isinstance(v, float) else v for k, v in row.items()})
     print(line, flush=True)
     if out is not None:
         with out.open("a") as file:
