@@ -35,7 +35,8 @@ def generate(model: Any, prompts: list[list[int]], new_tokens: int) -> None:
 def main() -> None:
     path, dtype = sys.argv[1:]
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    transformers.utils.logging.disable_progress_bar()
+    logging: Any = transformers.utils.logging
+    logging.disable_progress_bar()
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     )
