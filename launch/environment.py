@@ -53,7 +53,7 @@ def detect(env: Mapping[str, str]) -> RankEnvironment | None:
             rank=_number(env, "RANK"),
             world_size=_number(env, "WORLD_SIZE"),
             store_host=env.get("MASTER_ADDR", "127.0.0.1"),
-            store_port=_number(env, "MASTER_PORT"),
+            store_port=_port(env, "MASTER_PORT"),
             agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
@@ -71,3 +71,10 @@ def _number(env: Mapping[str, str], name: str) -> int:
         return int(env[name])
     except (KeyError, ValueError):
         raise InputError(f"the launcher set {name} to {env.get(name)!r}; a number is needed") from None
+
+
+def _port(env: Mapping[str, str], name: str) -> int:
+    port = _number(env, name)
+    if not 0 < port < 65536:
+        raise InputError(f"the launcher set {name} to {port}; use a real port, or torchrun --standalone")
+    return port

@@ -169,6 +169,7 @@ class _RankProcess:
         """A frontend that fails ends the launch; it has printed why."""
         code = process.wait()
         if code != 0:
+            time.sleep(0.5)  # if the whole launch is being stopped, that is the reason
             if code < 0:
                 say(f"the frontend was killed by {signal.Signals(-code).name}")
                 code = 128 - code

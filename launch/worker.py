@@ -113,6 +113,7 @@ def load(flight: Preflight, place: Place) -> Loaded:
             decoder.tensors(),
             lambda layer: placement.local_experts(layer, place.rank),
         )
+    decoder.prepare()
     group, blocks = deployment.kv.primary, deployment.kv_cache.blocks
     pool = HostPool.create(group, blocks) if deployment.name == "prefill" else None
     shape = (blocks, group.block_tokens, group.entry)

@@ -80,7 +80,7 @@ class RouterSpec:
     Scores are computed in fp32. With `correction_bias` the choice uses score + bias and the
     weights the score alone. With `num_groups` > 1 only the `kept_groups` best groups take part
     (group score: sum of its two best for sigmoid, its best for softmax); the others are filled
-    with `masked_group_score` (transformers 0.0, DeepSeek's own code -inf).
+    with `masked_group_score` (-inf in DeepSeek's code and in transformers 5; 0.0 in transformers 4).
     `weight_epsilon` is added to the sum when weights are normalised.
     """
 
@@ -89,7 +89,7 @@ class RouterSpec:
     correction_bias: bool
     num_groups: int = 1
     kept_groups: int = 1
-    masked_group_score: float = 0.0
+    masked_group_score: float = float("-inf")
     normalize: bool = True
     weight_epsilon: float = 0.0
     scale: float = 1.0

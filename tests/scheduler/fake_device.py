@@ -57,7 +57,9 @@ class FakeDevice:
         return next_token(history)
 
     def read(self, blocks: np.ndarray, length: int) -> list[int]:
-        slots = (blocks[:, None].astype(np.int64) * self.block_tokens + np.arange(self.block_tokens)).reshape(-1)
+        slots = (blocks[:, None].astype(np.int64) * self.block_tokens + np.arange(self.block_tokens)).reshape(
+            -1
+        )
         return [int(t) for t in self.kv[slots[:length]]]
 
     def poison(self, blocks: list[int]) -> None:

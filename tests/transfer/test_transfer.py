@@ -95,9 +95,7 @@ def test_bad_sources_are_errors_and_the_next_pull_works(pair):
 def test_another_layout_is_refused_at_connect_with_both_values(other, named):
     g = group()
     pool = HostPool.create(g, 4)
-    export = PoolExport(
-        instance="prefill/0", rank=0, address=pool.window.address, num_blocks=4, layout=other
-    )
+    export = PoolExport(instance="prefill/0", rank=0, address=pool.window.address, num_blocks=4, layout=other)
     with pytest.raises(LayoutMismatch, match=named):
         HostTransport([], g, layout(g), [export])
 

@@ -1,0 +1,117 @@
+"""Greedy tokens and logits equal transformers' own, whatever the deployment looks like."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.end_to_end.commands import BIN, Generated, moe, read_generated, run, write_plan, write_prompts
+from tests.end_to_end.conftest import FAMILIES, MAX_TOKENS, prompts
+from tests.end_to_end.oracle import Reference
+
+pytestmark = pytest.mark.multiproc
+
+SPLIT = {
+    "prefill": {"expert_parallel": 2},
+    "decode": {"expert_parallel": 4, "redundant_experts": 8},
+}
+
+
+def unified(ep: int = 1, **sections) -> dict:
+    return {"unified": {"expert_parallel": ep, **sections}}
+
+
+def files(
+    tmp_path: Path, checkpoints: dict[str, Path], family: str, deployments: dict
+) -> tuple[list, Path, Path]:
+    """Arguments of `generate`, and the two files it writes."""
+    plan = write_plan(tmp_path / "plan.yaml", checkpoints[family], deployments)
+    asked = write_prompts(tmp_path / "prompts.jsonl", prompts(family), MAX_TOKENS)
+    out, logits = tmp_path / "out.jsonl", tmp_path / "logits.npz"
+    return ["generate", plan, "--prompts", asked, "--out", out, "--logits", logits], out, logits
+
+
+def generate(tmp_path: Path, checkpoints: dict[str, Path], family: str, deployments: dict) -> Generated:
+    arguments, out, logits = files(tmp_path, checkpoints, family, deployments)
+    # Freed KV is overwritten, so that a read of it would show.
+    done = moe(*arguments, env={"MOE_RUNTIME_POISON_KV": "1"})
+    assert done.code == 0, done.err
+    return read_generated(out, logits)
+
+
+def compare(references: list[Reference], generated: Generated) -> None:
+    """All safe tokens equal; nearly all tokens are safe; logits within 2e-4."""
+    for reference, tokens in zip(references, generated.tokens, strict=True):
+        assert len(tokens) == MAX_TOKENS
+        assert tokens[: reference.safe] == reference.tokens[: reference.safe], (
+            f"{len(reference.prompt)} tokens in"
+        )
+    compared = sum(r.safe for r in references)
+    assert compared >= 0.9 * MAX_TOKENS * len(references), f"only {compared} positions are safe to compare"
+    expected = torch.stack([r.logits for r in references if r.safe]).numpy()
+    got = generated.logits[[bool(r.safe) for r in references]]
+    assert np.abs(got - expected).max() <= 2e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ep", [1, 2, 3, 4])
+def test_unified(tmp_path, checkpoints, references, family, ep):
+    compare(references[family], generate(tmp_path, checkpoints, family, unified(ep)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_split_prefill_and_decode(tmp_path, checkpoints, references, family):
+    compare(references[family], generate(tmp_path, checkpoints, family, SPLIT))
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [BIN / "torchrun", "--standalone", "--nproc-per-node", 6, "-m", "moe_runtime"],
+        [
+            BIN / "mpirun",
+            "--allow-run-as-root",
+            "--oversubscribe",
+            "-n",
+            6,
+            sys.executable,
+            "-m",
+            "moe_runtime",
+        ],
+    ],
+    ids=["torchrun", "mpirun"],
+)
+def test_launchers(tmp_path, checkpoints, references, launcher):
+    arguments, out, logits = files(tmp_path, checkpoints, "deepseek_v3", SPLIT)
+    done = run(*launcher, *arguments)
+    assert done.code == 0, done.err
+    compare(references["deepseek_v3"], read_generated(out, logits))
+
+
+TIGHT = {"kv_cache": {"blocks": 30, "block_tokens": 16}}
+VARIANTS = {
+    "chunk_16": unified(scheduler={"chunk_tokens": 16}),
+    "chunk_256": unified(scheduler={"chunk_tokens": 256}),
+    "one_at_a_time": unified(scheduler={"max_sequences": 1}),
+    "depth_1": unified(scheduler={"pipeline_depth": 1}),
+    "depth_0_ep_2_rounds": unified(2, scheduler={"pipeline_depth": 0}, dispatch={"max_tokens": 24}),
+    "depth_1_ep_2_tight": unified(2, scheduler={"pipeline_depth": 1, "chunk_tokens": 40}, **TIGHT),
+    "preemption": unified(**TIGHT),
+    "blocks_of_one": unified(kv_cache={"blocks": 4000, "block_tokens": 1}),
+    "split_tight_depth_1": {
+        "prefill": {"scheduler": {"pipeline_depth": 1}, **TIGHT},
+        "decode": {"expert_parallel": 2, "scheduler": {"pipeline_depth": 1}, **TIGHT},
+    },
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_scheduling_changes_no_token(tmp_path, checkpoints, references, variant):
+    compare(references["deepseek_v3"], generate(tmp_path, checkpoints, "deepseek_v3", VARIANTS[variant]))
+
+
+def test_qwen_under_preemption_at_depth_1(tmp_path, checkpoints, references):
+    deployments = unified(scheduler={"pipeline_depth": 1}, **TIGHT)
+    compare(references["qwen3_moe"], generate(tmp_path, checkpoints, "qwen3_moe", deployments))
