@@ -52,8 +52,12 @@ class Key:
 
     def accepts(self, value: object) -> bool:
         """Whether the key may have the value, other keys aside."""
+        if self.section is not None and not isinstance(value, Mapping):
+            return False
+        # Sections bring their own configuration, which is strict too.
+        config = None if self.section is not None else ConfigDict(strict=True)
         try:
-            TypeAdapter(self.type, config=ConfigDict(strict=True)).validate_python(value)
+            TypeAdapter(self.type, config=config).validate_python(value)
         except ValidationError:
             return False
         return True

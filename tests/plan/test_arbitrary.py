@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import PlanError
@@ -54,6 +54,7 @@ def check_error(result: LoadedPlan | PlanError) -> None:
 
 @SETTINGS
 @given(values=st.dictionaries(NAMES, VALUES, max_size=5) | VALUES)
+@example(values={"server": 0.0})
 def test_arbitrary_trees(tmp_path: Path, values: Any):
     path = tmp_path / "plan.yaml"
     path.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=False), encoding="utf-8")
