@@ -48,6 +48,7 @@ def _start(
     env[environment.RANK] = str(rank)
     env[environment.WORLD] = str(num_ranks)
     env[environment.PORT] = str(listener.getsockname()[1])
+    env[environment.PARENT] = str(os.getpid())
     fds = []
     if rank == 0:
         # Rank 0 hosts the store on a socket that listens already: no port can be lost in between.

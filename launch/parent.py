@@ -9,12 +9,17 @@ import signal
 import threading
 import time
 
+from moe_runtime.launch.environment import PARENT
+
 CHECK_SECONDS = 0.5
 
 
 def watch_parent() -> None:
-    """Start a thread that ends this process, and its children's sessions, when the parent is gone."""
-    parent = os.getppid()
+    """Start a thread that ends this process when its parent is gone.
+
+    Our own launcher tells its pid, since it may be gone before this process comes to look.
+    """
+    parent = int(os.environ.get(PARENT, os.getppid()))
     threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
 
 

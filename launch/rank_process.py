@@ -29,7 +29,6 @@ from moe_runtime.frontend.fleet import Bootstrap, RankAddress
 from moe_runtime.launch import environment, mpi, worker
 from moe_runtime.launch.console import say
 from moe_runtime.launch.environment import RankEnvironment
-from moe_runtime.launch.parent import watch_parent
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.rendezvous import Rendezvous
 
@@ -43,7 +42,6 @@ def run(env: RankEnvironment, plan_path: Path, overrides: Sequence[str], argv: S
 
     `argv` is the whole command line: rank 0 runs it once more as the frontend.
     """
-    watch_parent()
     signal.signal(signal.SIGTERM, _exit_on_signal)
     rank = _RankProcess(env)
     try:
@@ -137,7 +135,9 @@ class _RankProcess:
         return Path(rendezvous.store.get("session").decode())
 
     def _join_world(self, rendezvous: Rendezvous, place: worker.Place, ranks_on_host: int) -> None:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_on_host))
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(int(threads) if threads.isdigit() else max(1, cores // ranks_on_host))
         if place.num_ranks > 1:
             dist.init_process_group(
                 "gloo",
@@ -156,6 +156,7 @@ class _RankProcess:
         ]
         bootstrap = Bootstrap(frontend=0, address=ipc_address(session, "frontend.0"), ranks=ranks)
         env = dict(os.environ)
+        env[environment.PARENT] = str(os.getpid())
         env[environment.FRONTEND] = msgspec.json.encode(bootstrap).decode()
         process = subprocess.Popen(
             [sys.executable, "-m", "moe_runtime", *argv], env=env, stdin=subprocess.DEVNULL

@@ -1,0 +1,73 @@
+"""The command line is a contract: a change of it shows here."""
+
+import argparse
+
+import pytest
+
+from moe_runtime.errors import InputError
+from moe_runtime.launch import environment
+from moe_runtime.launch.cli import parser
+
+FROZEN = {
+    "make-checkpoint": "--family --out [--size] [--dtype] [--seed]",
+    "check": "PLAN [--set] [--json]",
+    "generate": "PLAN [--set] --prompts --out [--logits]",
+    "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths]",
+    "report": "RUN.json+",
+}
+
+
+def surface() -> dict[str, str]:
+    (commands,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    described = {}
+    for name, sub in commands.choices.items():
+        words = []
+        for action in sub._actions:
+            if isinstance(action, argparse._HelpAction):
+                continue
+            word = action.option_strings[-1] if action.option_strings else f"{action.metavar}"
+            word += "+" if action.nargs == "+" else ""
+            words.append(f"[{word}]" if action.option_strings and not action.required else word)
+        described[name] = " ".join(words)
+    return described
+
+
+def test_the_command_line_is_frozen():
+    assert surface() == FROZEN
+
+
+@pytest.mark.parametrize("arguments", [[], ["serve"], ["check"], ["bench", "p.yaml", "--speed", "0"]])
+def test_unusable_arguments_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parser().parse_args(arguments)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "RANK": "3",
+    "WORLD_SIZE": "6",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_launchers_are_recognised():
+    assert environment.detect({}) is None
+    assert environment.detect({"RANK": "0", "WORLD_SIZE": "2"}) is None
+    torchrun = environment.detect(TORCHRUN)
+    assert torchrun is not None
+    assert (torchrun.launcher, torchrun.rank, torchrun.world_size) == ("torchrun", 3, 6)
+    assert (torchrun.store_port, torchrun.agent_store, torchrun.attempt) == (29500, True, 2)
+    mpirun = environment.detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
+    assert mpirun is not None
+    assert (mpirun.launcher, mpirun.rank, mpirun.world_size) == ("mpirun", 1, 4)
+
+
+@pytest.mark.parametrize("change", [{"RANK": "x"}, {"MASTER_PORT": "0"}, {"WORLD_SIZE": ""}])
+def test_a_launcher_with_broken_variables_is_named(change):
+    with pytest.raises(InputError, match=next(iter(change))):
+        environment.detect({**TORCHRUN, **change})
