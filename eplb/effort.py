@@ -1,0 +1,47 @@
+"""How hard the solver tries, in units of work: the answer never depends on how fast the machine is."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Budgets of each layer, and the gap to the bound at which a layer is done.
+
+    tolerance     relative gap to the proven bound
+    pair_rounds   rounds of swaps between heavy and light ranks
+    peak_rounds   swaps off the heaviest rank
+    recount       shares sorted in the search for better replica counts (two slots a rank)
+    sweeps        levelling of split weights
+    weighted_rounds  alternations of levelling and swapping, when the split is weighted
+    steps         changes on the road from a current plan
+    """
+
+    tolerance: float
+    pair_rounds: int
+    peak_rounds: int
+    recount: int
+    sweeps: int
+    weighted_rounds: int
+    steps: int
+
+
+EFFORTS = {
+    "default": Effort(
+        tolerance=0.005,
+        pair_rounds=6,
+        peak_rounds=48,
+        recount=20_000,
+        sweeps=6,
+        weighted_rounds=0,
+        steps=64,
+    ),
+    "best": Effort(
+        tolerance=0.0005,
+        pair_rounds=16,
+        peak_rounds=160,
+        recount=400_000,
+        sweeps=20,
+        weighted_rounds=3,
+        steps=256,
+    ),
+}

@@ -1,0 +1,260 @@
+"""From the plan that is in place to a better one, weighing balance against the bytes that move.
+
+A plan costs `price * max(peak, floor) + seconds of moving`. Two roads are tried for each layer: step by
+step from the current plan (swaps, and replicas handed from one expert to another), where every step
+is a whole plan and the cheapest one on the way is kept; and the plan solved from nothing, its ranks
+renamed to overlap with the current ones as much as possible. The cheaper end wins; standing still is the
+first step of the first road.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_runtime.eplb.search import exchange
+from moe_runtime.eplb.split import level_shares
+from moe_runtime.eplb.state import State
+from moe_runtime.placement.topology import Topology
+
+PATIENCE = 8  # steps without a cheaper plan before a layer's road ends
+SWEEPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trade:
+    """What moves and balance cost.
+
+    price_L  seconds per unit of a layer's peak over the horizon
+    floor_L  peaks below this are as good as this
+    bytes_   of one expert's weights in a layer
+    """
+
+    topology: Topology
+    price_L: NDArray[np.float64]
+    floor_L: NDArray[np.float64]
+    expert_bytes: float
+
+    def take(self, layers: NDArray[np.intp]) -> "Trade":
+        return Trade(
+            topology=self.topology,
+            price_L=self.price_L[layers],
+            floor_L=self.floor_L[layers],
+            expert_bytes=self.expert_bytes,
+        )
+
+    def move_seconds(
+        self, expert_LRN: NDArray[np.int64], current_LRN: NDArray[np.int64], num_experts: int
+    ) -> NDArray[np.float64]:
+        """float64 [L]: seconds to fill the slots that differ, each from the nearest current replica.
+
+        Costs are added link class by link class from whole counts, so the sum has one value only.
+        """
+        moved = (expert_LRN != current_LRN) & (expert_LRN >= 0)
+        layer, rank, slot = np.nonzero(moved)
+        link = nearest_link(
+            current_LRN, self.topology, num_experts, layer, rank, expert_LRN[layer, rank, slot]
+        )
+        seconds = np.zeros(len(expert_LRN))
+        for k, cost in enumerate(self.topology.seconds_per_byte):
+            seconds += np.bincount(layer[link == k], minlength=len(expert_LRN)) * (cost * self.expert_bytes)
+        return seconds
+
+    def cost(self, state: State, current_LRN: NDArray[np.int64]) -> NDArray[np.float64]:
+        moving = self.move_seconds(state.expert_LRN, current_LRN, state.units_LE.shape[1])
+        return self.price_L * np.maximum(state.peak_L, self.floor_L) + moving
+
+
+def nearest_link(
+    current_LRN: NDArray[np.int64],
+    topology: Topology,
+    num_experts: int,
+    layer: NDArray[np.intp],
+    rank: NDArray[np.intp],
+    expert: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Link class (0 same rank, 1 same node, 2 other) over which `expert` reaches `rank`."""
+    L, R, _ = current_LRN.shape
+    on_rank = np.zeros((L, R, num_experts + 1), bool)  # column E takes the empty slots
+    rows = np.arange(L)[:, None, None]
+    on_rank[rows, np.arange(R)[None, :, None], current_LRN] = True
+    by_node = on_rank.reshape(L, topology.nodes, topology.ranks_per_node, num_experts + 1)
+    on_node: NDArray[np.bool_] = np.logical_or.reduce(by_node, axis=2)
+    here = on_rank[layer, rank, expert]
+    near = on_node[layer, topology.node_of(rank), expert]
+    return np.where(here, 0, np.where(near, 1, 2))
+
+
+def improve(
+    current: State, trade: Trade, goal_L: NDArray[np.float64], *, steps: int, slots: int, weighted: bool
+) -> State:
+    """The cheapest plan on the road from `current`; `current` itself is left as it is."""
+    L = len(current.units_LE)
+    best = current.take(np.arange(L))
+    if weighted:
+        level_shares(best, goal_L, 20)
+    origin_LRN = current.expert_LRN
+    part, active = best.take(np.arange(L)), np.arange(L)
+    best_cost_L = trade.cost(best, origin_LRN)
+    idle_L = np.zeros(L, np.int64)
+    for _ in range(steps):
+        active, part, idle_L = _drop(
+            active, part, idle_L, part.peak_L > np.maximum(goal_L, trade.floor_L)[active]
+        )
+        if not len(active):
+            break
+        made = _step(part, slots, weighted)
+        if weighted:
+            level_shares(part, goal_L[active], SWEEPS)
+        cost = trade.take(active).cost(part, origin_LRN[active])
+        cheaper = cost < best_cost_L[active]
+        best_cost_L[active[cheaper]] = cost[cheaper]
+        best.put(active[cheaper], part.take(np.flatnonzero(cheaper)))
+        idle_L = np.where(cheaper, 0, idle_L + 1)
+        active, part, idle_L = _drop(active, part, idle_L, made & (idle_L < PATIENCE))
+    return best
+
+
+def _drop(
+    active: NDArray[np.intp], part: State, idle_L: NDArray[np.int64], keep: NDArray[np.bool_]
+) -> tuple[NDArray[np.intp], State, NDArray[np.int64]]:
+    if keep.all():
+        return active, part, idle_L
+    return active[keep], part.take(np.flatnonzero(keep)), idle_L[keep]
+
+
+def _step(part: State, slots: int, weighted: bool) -> NDArray[np.bool_]:
+    """One change off each layer's heaviest rank, the one that gains most per move; says where."""
+    L, R, N = part.expert_LRN.shape
+    layer = np.arange(L)
+    peak_rank = part.load_LR.argmax(axis=1)
+    peak_L = part.load_LR[layer, peak_rank]
+    swap_L, swap_at = _best_swap(part, peak_rank)
+    hand_L, hand_at = _best_handover(part, peak_rank, slots, weighted)
+    swap_gain, hand_gain = (peak_L - swap_L) / 2, peak_L - hand_L
+    hand = (hand_gain > 0) & (hand_gain >= swap_gain)
+    swap = (swap_gain > 0) & ~hand
+    row = np.flatnonzero(swap)
+    mine, rank, theirs = np.unravel_index(swap_at[row], (N, R, N))
+    exchange(part, row, peak_rank[row], mine, rank, theirs)
+    row = np.flatnonzero(hand)
+    if len(row):
+        mine, rank, theirs = np.unravel_index(hand_at[row], (N, R, N))
+        _hand_over(part, row, (peak_rank[row], mine), (rank, theirs), weighted)
+    changed: NDArray[np.bool_] = swap | hand
+    return changed
+
+
+def _best_swap(part: State, peak_rank: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """The smallest larger load of the two ranks after a swap off the peak, and its flat index."""
+    L = len(peak_rank)
+    layer = np.arange(L)
+    mine, share = part.expert_LRN[layer, peak_rank], part.share_LRN[layer, peak_rank]
+    away = share[:, :, None, None] - part.share_LRN[:, None]
+    peak = part.load_LR[layer, peak_rank][:, None, None, None]
+    worse = np.maximum(peak - away, part.load_LR[:, None, :, None] + away)
+    same = (mine[:, :, None, None] == part.expert_LRN[:, None]) & (mine[:, :, None, None] >= 0)
+    worse[np.broadcast_to(same.any(axis=3)[..., None] | same.any(axis=1)[:, None], worse.shape)] = np.inf
+    flat = worse.reshape(L, -1)
+    at = flat.argmin(axis=1)
+    return flat[layer, at], at
+
+
+def _best_handover(
+    part: State, peak_rank: NDArray[np.intp], slots: int, weighted: bool
+) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+    """The best new replica of an expert of the heaviest rank, in a slot that is empty or another's replica.
+
+    Returns the largest load the change leaves on the ranks it touches, and its flat index
+    (slot of the peak rank, rank, slot there).
+    """
+    L, R, N = part.expert_LRN.shape
+    layer = np.arange(L)
+    mine, my_share = part.expert_LRN[layer, peak_rank], part.share_LRN[layer, peak_rank]
+    peak = part.load_LR[layer, peak_rank][:, None, None, None]
+    room = (part.count_LE.sum(axis=1) < slots)[:, None, None]
+    count = np.where(
+        part.expert_LRN >= 0,
+        np.take_along_axis(part.count_LE, part.expert_LRN.reshape(L, -1), 1).reshape(L, R, N),
+        0,
+    )
+    other_LRN = _others_load(part, weighted, count)
+    free = np.where(part.expert_LRN < 0, room, count > 1)
+    left = (part.load_LR[:, :, None] - part.share_LRN)[:, None]
+    if weighted:
+        give = np.minimum(my_share[:, :, None, None], np.floor(np.maximum(peak - left, 0) / 2))
+        heavy, light = peak - give, left + give
+    else:
+        c = np.take_along_axis(part.count_LE, np.maximum(mine, 0), axis=1)
+        units = np.take_along_axis(part.units_LE, np.maximum(mine, 0), axis=1)
+        new = np.floor(units / (c + 1))
+        heavy = peak - (my_share - new)[:, :, None, None]
+        light = left + new[:, :, None, None]
+    worse = np.maximum(np.maximum(heavy, light), other_LRN[:, None])
+    present = (mine[:, :, None, None] == part.expert_LRN[:, None]).any(axis=3)
+    worse[
+        np.broadcast_to(present[..., None] | ~free[:, None] | (mine < 0)[:, :, None, None], worse.shape)
+    ] = np.inf
+    flat = worse.reshape(L, -1)
+    at = flat.argmin(axis=1)
+    return flat[layer, at], at
+
+
+def _others_load(part: State, weighted: bool, count: NDArray[np.int64]) -> NDArray[np.float64]:
+    """[L, R, N]: the load of the rank that suffers when a slot's replica goes: its expert's other ranks.
+
+    Weighted, the lightest other rank takes the share; with equal split all of them do, the heaviest counts.
+    """
+    L, R, N = part.expert_LRN.shape
+    out = np.zeros((L, R, N))
+    layer, rank, slot = np.nonzero(count > 1)
+    expert, share = part.expert_LRN[layer, rank, slot], part.share_LRN[layer, rank, slot]
+    load = part.load_LR[layer, rank]
+    key = layer * part.units_LE.shape[1] + expert
+    order = np.lexsort((load if weighted else -load, key))
+    key, load, share = key[order], load[order], share[order]
+    first = np.flatnonzero(np.diff(key, prepend=-1))
+    at = np.repeat(first, np.diff(first, append=len(key)))
+    best, second = load[at], load[np.minimum(at + 1, len(key) - 1)]
+    value = np.where(np.arange(len(key)) == at, second, best)
+    times = count[layer, rank, slot][order]
+    value = value + (share if weighted else np.floor(share / np.maximum(times - 1, 1)))
+    out[layer[order], rank[order], slot[order]] = value
+    return out
+
+
+def _hand_over(
+    part: State,
+    row: NDArray[np.intp],
+    source: tuple[NDArray[np.intp], NDArray[np.intp]],
+    target: tuple[NDArray[np.intp], NDArray[np.intp]],
+    weighted: bool,
+) -> None:
+    """Put the expert of `source` (rank, slot) into `target` too; what was there gives up that replica."""
+    rank, slot = target
+    taker = part.expert_LRN[row, source[0], source[1]]
+    giver = part.expert_LRN[row, rank, slot]
+    lost = giver >= 0
+    part.expert_LRN[row, rank, slot] = taker
+    if not weighted:
+        part.put(row, State.of(part.expert_LRN[row], part.units_LE[row]))
+        return
+    part.count_LE[row, taker] += 1
+    part.count_LE[row[lost], giver[lost]] -= 1
+    share = part.share_LRN[row, rank, slot].copy()
+    part.load_LR[row, rank] -= share
+    part.share_LRN[row, rank, slot] = 0
+    # The orphaned share goes to the giver's lightest other rank; levelling follows.
+    for i in np.flatnonzero(lost):
+        ranks, places = np.nonzero(part.expert_LRN[row[i]] == giver[i])
+        k = part.load_LR[row[i], ranks].argmin()
+        part.share_LRN[row[i], ranks[k], places[k]] += share[i]
+        part.load_LR[row[i], ranks[k]] += share[i]
+    give = np.minimum(
+        part.share_LRN[row, source[0], source[1]],
+        np.floor(np.maximum(part.load_LR[row, source[0]] - part.load_LR[row, rank], 0) / 2),
+    )
+    part.share_LRN[row, source[0], source[1]] -= give
+    part.load_LR[row, source[0]] -= give
+    part.share_LRN[row, rank, slot] += give
+    part.load_LR[row, rank] += give
