@@ -19,7 +19,7 @@ SPLIT = {
 }
 
 
-def unified(ep: int = 1, **sections) -> dict:
+def unified(ep: int = 1, **sections: dict) -> dict:
     return {"unified": {"expert_parallel": ep, **sections}}
 
 
@@ -90,7 +90,7 @@ def test_launchers(tmp_path, checkpoints, references, launcher):
     compare(references["deepseek_v3"], read_generated(out, logits))
 
 
-TIGHT = {"kv_cache": {"blocks": 30, "block_tokens": 16}}
+TIGHT: dict[str, dict] = {"kv_cache": {"blocks": 30, "block_tokens": 16}}
 VARIANTS = {
     "chunk_16": unified(scheduler={"chunk_tokens": 16}),
     "chunk_256": unified(scheduler={"chunk_tokens": 256}),
@@ -98,7 +98,7 @@ VARIANTS = {
     "depth_1": unified(scheduler={"pipeline_depth": 1}),
     "depth_0_ep_2_rounds": unified(2, scheduler={"pipeline_depth": 0}, dispatch={"max_tokens": 24}),
     "depth_1_ep_2_tight": unified(2, scheduler={"pipeline_depth": 1, "chunk_tokens": 40}, **TIGHT),
-    "preemption": unified(**TIGHT),
+    "preemption": unified(1, **TIGHT),
     "blocks_of_one": unified(kv_cache={"blocks": 4000, "block_tokens": 1}),
     "split_tight_depth_1": {
         "prefill": {"scheduler": {"pipeline_depth": 1}, **TIGHT},
@@ -113,5 +113,5 @@ def test_scheduling_changes_no_token(tmp_path, checkpoints, references, variant)
 
 
 def test_qwen_under_preemption_at_depth_1(tmp_path, checkpoints, references):
-    deployments = unified(scheduler={"pipeline_depth": 1}, **TIGHT)
+    deployments = unified(1, scheduler={"pipeline_depth": 1}, **TIGHT)
     compare(references["qwen3_moe"], generate(tmp_path, checkpoints, "qwen3_moe", deployments))
