@@ -78,6 +78,7 @@ class _RankProcess:
         rendezvous.publish("card", worker.card(loaded, session))
         cards = rendezvous.gather("card", worker.RankCard, "loading weights")
         engine = worker.assemble(flight, loaded, cards, poison=os.environ.get(POISON) == "1")
+        engine.warm_up()
         if self.env.rank == 0:
             self.frontend = self._start_frontend(cards, session, argv)
         engine.run()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_runtime.engine import overlap
-from moe_runtime.engine.agree import StepDecision
+from moe_runtime.engine.agree import StepDecision, StepKind
 from moe_runtime.engine.sampler import sample
 from moe_runtime.models.context import Clock, PrefillSegment, StepContext
 from moe_runtime.models.decoder import Decoder
@@ -82,6 +82,40 @@ def run(decoder: Decoder, step: StepContext, inputs: StepInputs) -> Samples:
     logits_NV = decoder.logits(x_TH[_to(inputs.sample_rows_N, x_TH.device)])
     tokens_N = sample(logits_NV, inputs.temperature_N, inputs.seed_N, inputs.output_position_N)
     return Samples(tokens_N, logits_NV if inputs.want_logits_N.any() else None)
+
+
+def warm_up(
+    decoder: Decoder, kv_cache: list[Tensor], *, block_tokens: int, num_tokens: int, clock: Clock
+) -> None:
+    """COLLECTIVE: two passes of prefill and decode rows over free KV blocks, so that the first request
+    pays for no lazy allocation, thread pool or communicator. Every rank passes the same numbers.
+    """
+    rows = min(num_tokens, block_tokens * len(kv_cache[0]) - 1)
+    if rows < 1:
+        return
+    blocks = np.arange(-(-(rows + 1) // block_tokens), dtype=np.int32)[None]
+    inputs = StepInputs(
+        token_ids_T=np.zeros(rows + 1, np.int32),
+        positions_T=np.array([rows, *range(rows)], np.int32),
+        sequence_T=np.zeros(rows + 1, np.int32),
+        kv_slots_GT=np.array([[rows, *range(rows)]], np.int64),
+        decode_blocks_DB=blocks,
+        decode_context_D=np.array([rows + 1], np.int32),
+        segment_starts_P1=np.array([1, rows + 1], np.int32),
+        segment_context_P=np.zeros(1, np.int32),
+        segment_blocks_PB=blocks,
+        sample_rows_N=np.array([0, rows], np.int32),
+        temperature_N=np.zeros(2, np.float32),
+        seed_N=np.zeros(2, np.int64),
+        output_position_N=np.zeros(2, np.int32),
+        want_logits_N=np.zeros(2, bool),
+    )
+    decision = StepDecision(kind=StepKind.FORWARD, rounds=1, round_tokens=rows + 1)
+    for _ in range(2):
+        step = make_context(
+            inputs, decision, previous=NO_SAMPLES, kv_cache=kv_cache, block_tokens=block_tokens, clock=clock
+        )
+        run(decoder, step, inputs)
 
 
 def _used(blocks_B: NDArray[np.int32], num_tokens: int, block_tokens: int) -> NDArray[np.int32]:

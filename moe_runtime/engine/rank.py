@@ -22,6 +22,7 @@ from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.scheduler.scheduler import Scheduled, Scheduler
 
+WARM_UP_TOKENS = 64
 POISON = 1e30  # finite, so that a masked position times zero stays zero
 
 
@@ -42,6 +43,20 @@ class RankEngine:
     step_number: int = 0
     _in_flight: deque[tuple[Scheduled, Samples]] = field(default_factory=deque)
     _previous: Samples = NO_SAMPLES
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """COLLECTIVE: run once what requests will run, before they are welcome."""
+        tokens = min(self.limits.chunk_tokens, self.limits.dispatch_max_tokens - 1, WARM_UP_TOKENS)
+        if tokens > 0:
+            device_step.warm_up(
+                self.decoder,
+                self.kv_cache,
+                block_tokens=self.scheduler.limits.block_tokens,
+                num_tokens=min(tokens, self.scheduler.limits.max_positions - 1),
+                clock=self.clock,
+            )
+        self.meter.take()
 
     @torch.inference_mode()
     def run(self) -> None:

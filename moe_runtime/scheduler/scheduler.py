@@ -199,6 +199,48 @@ class Scheduler:
             events.append(self._event(sequence, index, token))
         return events
 
+    # -- many steps at once ----------------------------------------------------------------------
+
+    def horizon(self) -> int:
+        """Steps that `advance` may take at once: decode only, nobody finishes, no block runs out.
+
+        0 when the next step needs the whole of `propose`, `build` and `commit`: there is prefill,
+        something waits and could be admitted, a sample is in flight, or there is nothing to run.
+        """
+        table = self.table
+        rows = table.decode_rows()
+        pending = any(s is not None and s.pending for s in table.sequences)
+        if not len(rows) or len(table.prefill_rows()) or pending or self.waiting:
+            return 0
+        # The step in which a sequence gets its last token ends it, so it is not one of these.
+        steps = int((table.max_tokens[rows] - table.num_tokens[rows]).min()) - 1
+        low, high = 0, max(0, steps)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._missing_blocks(rows, middle).sum() <= self.pool.num_free:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def advance(self, steps: int) -> None:
+        """Equal to `steps` single decode steps whose samples are all 0 and end nothing.
+
+        `steps` is at most `horizon()`. Blocks are allocated in bulk. For the virtual cluster, where
+        tokens have no meaning.
+        """
+        rows = self.table.decode_rows()
+        for row, count in zip(rows, self._missing_blocks(rows, steps), strict=True):
+            if count:
+                self.table.add_blocks(row, self.pool.allocate(int(count)))
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            sequence.num_known += steps
+        self.table.num_tokens[rows] += steps
+        self.table.num_computed[rows] += steps
+        if steps:
+            self.table.last_token[rows] = 0
+
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
         count, self._preemptions = self._preemptions, 0
@@ -249,6 +291,12 @@ class Scheduler:
         first_time = max(0, min(end, sequence.prompt_len) - max(begin, sequence.high_water))
         sequence.high_water = max(sequence.high_water, end)
         return count - first_time
+
+    def _missing_blocks(self, rows: NDArray[np.intp], steps: int) -> NDArray[np.int32]:
+        """Blocks each decode row lacks to run `steps` more steps."""
+        tokens = self.table.num_tokens[rows] + steps - 1
+        need = -(-tokens // self.limits.block_tokens)
+        return np.maximum(need - self.table.num_blocks[rows], 0).astype(np.int32)
 
     def _behind(self) -> int:
         rows = self.table.prefill_rows()

@@ -212,3 +212,47 @@ def test_references_resolve_to_the_previous_sample():
     scheduled = scheduler.build(64)
     assert scheduled.inputs.token_ids_T.tolist() == [-1]
     assert runner.device.previous.tolist() == [next_token([3, 4])]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**20), count=st.integers(1, 8), blocks=st.sampled_from([16, 30, 64]))
+def test_advance_equals_single_steps(seed, count, blocks):
+    def fresh() -> Scheduler:
+        rng = np.random.default_rng(seed)
+        scheduler = Scheduler(limits(num_blocks=blocks))
+        for i, prompt in enumerate(prompts(rng, count, 20)):
+            scheduler.add(make_sequence(request(i, prompt, int(rng.integers(1, 30))), (EOS,)))
+        return scheduler
+
+    def single(scheduler: Scheduler) -> bool:
+        work = scheduler.propose()
+        if not (work.decode_tokens or work.prefill_tokens):
+            return False
+        scheduled = scheduler.build(64)
+        scheduler.commit(scheduled, np.zeros(len(scheduled.sampled), np.int32))
+        return True
+
+    def state(scheduler: Scheduler) -> list:
+        t = scheduler.table
+        running = t.stamp >= 0
+        numbers = [t.num_tokens, t.num_computed, t.num_blocks, t.last_token]
+        return [running.tolist(), [n[running].tolist() for n in numbers], scheduler.pool.num_free]
+
+    leaps, steps = fresh(), fresh()
+    while True:
+        k = leaps.horizon()
+        leaps.advance(k)
+        leaps.check_invariants()
+        steps.take_preemptions()
+        for _ in range(k):
+            before = steps.num_requests
+            assert single(steps)
+            assert steps.num_requests == before, "a sequence ended inside the horizon"
+            assert steps.take_preemptions() == 0
+        assert state(leaps) == state(steps)
+        more = single(leaps)
+        assert single(steps) == more
+        assert state(leaps) == state(steps)
+        if not more:
+            break
+    assert leaps.pool.num_free == blocks
