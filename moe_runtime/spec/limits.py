@@ -51,7 +51,7 @@ class DispatchSizes:
     slots       physical experts of all ranks together (shared experts served as slots included)
     top_k       slots a token goes to
     max_tokens  rows a rank sends per round
-    row_bytes   bytes of one row as dispatched
+    row_bytes   bytes of one row as dispatched (as many as `hidden`: one byte per value, fp8)
     """
 
     ranks: int
@@ -60,6 +60,7 @@ class DispatchSizes:
     top_k: int
     max_tokens: int
     row_bytes: int
+    ranks_per_node: int = 8
 
     @property
     def quantities(self) -> dict[str, int]:
@@ -73,6 +74,9 @@ class DispatchSizes:
             "max_tokens": self.max_tokens,
             "ranks x max_tokens": self.ranks * self.max_tokens,
             "row bytes": self.row_bytes,
+            "hidden in fp8": self.hidden if self.row_bytes == self.hidden else 0,
+            "nodes": -(-self.ranks // self.ranks_per_node),
+            "ranks per node": self.ranks_per_node,
         }
 
 
@@ -92,6 +96,7 @@ class Violation:
 _LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 _NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 _EVEN_SLOTS = Limit(quantity="slots modulo ranks", at_most=0, why="every rank holds as many slots")
+_FP8_SCALES = Limit(quantity="hidden in fp8", multiple_of=128, why="one scale per 128 values")
 
 LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
     {
@@ -105,7 +110,9 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
             ),
             _EVEN_SLOTS,
             Limit(quantity="slots per rank", at_most=1024),
+            Limit(quantity="top_k", at_most=32),
             Limit(quantity="row bytes", multiple_of=16),
+            _FP8_SCALES,
         ),
         "deepep_low_latency": (
             Limit(
@@ -116,6 +123,7 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
             Limit(quantity="ranks", kind="tested", at_most=256),
             _EVEN_SLOTS,
             Limit(quantity="slots per rank", at_most=1024),
+            Limit(quantity="slots", kind="tested", at_most=14 * 132, why="14 per SM of a GPU with 132 SMs"),
             Limit(quantity="hidden", one_of=_LOW_LATENCY_HIDDEN, why="kernels are compiled per size"),
             Limit(quantity="top_k", at_most=11),
             Limit(quantity="ranks x max_tokens", multiple_of=4),
@@ -130,6 +138,9 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
             Limit(quantity="top_k", at_most=32),
             Limit(quantity="hidden", multiple_of=256, why="combine"),
             Limit(quantity="row bytes", multiple_of=32),
+            Limit(quantity="nodes", at_most=32, why="scale-out domain"),
+            Limit(quantity="ranks per node", at_most=64, why="scale-up domain"),
+            _FP8_SCALES,
         ),
     }
 )
