@@ -80,16 +80,23 @@ class StepTimeout(MoeRuntimeError):
         self, *, step: int, operation: str, ranks: Sequence[int], seconds: float, layer: int = -1
     ) -> None:
         self.step, self.layer, self.operation, self.ranks = step, layer, operation, tuple(ranks)
-        where = f"layer {layer}, " if layer >= 0 else ""
-        names = ", ".join(str(r) for r in ranks)
-        super().__init__(
-            f"step {step}: {where}{operation}: waited {seconds:.1f} s for"
-            f" rank{'s' if len(ranks) != 1 else ''} {names}"
-        )
+        waiting = _waiting_for(step, layer, operation, ranks)
+        super().__init__(f"{waiting}: not there after {seconds:.1f} s")
 
 
 class PeerLost(MoeRuntimeError):
     """Contact with a peer process broke: a consequence of a failure elsewhere."""
+
+    @classmethod
+    def in_step(cls, *, step: int, layer: int, operation: str, ranks: Sequence[int]) -> "PeerLost":
+        """The processes of ranks that a step waits for have ended."""
+        return cls(f"{_waiting_for(step, layer, operation, ranks)}: no longer running")
+
+
+def _waiting_for(step: int, layer: int, operation: str, ranks: Sequence[int]) -> str:
+    names = ", ".join(str(r) for r in ranks)
+    place = f"layer {layer}, " if layer >= 0 else ""
+    return f"waiting for rank{'s' if len(ranks) != 1 else ''} {names}, {place}{operation}, step {step}"
 
 
 class TransferError(MoeRuntimeError):

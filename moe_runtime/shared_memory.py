@@ -88,7 +88,16 @@ class Flag:
     def set(self, value: int) -> None:
         """Publish `value` and wake everybody who waits."""
         self._word[0] = value
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake everybody who waits. A full memory barrier: the kernel looks for waiters behind one."""
         _libc.syscall(_SYS_FUTEX, self._address, _FUTEX_WAKE, 2**31 - 1, None, None, 0)
+
+    def sleep(self, seen: int, seconds: float) -> None:
+        """Block while the value is `seen`, at most so long; may return early without a reason."""
+        timeout = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        _libc.syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, seen, ctypes.byref(timeout), None, 0)
 
     def wait(self, at_least: int, deadline: float) -> bool:
         """Block until the value is >= `at_least`; False when `deadline` (time.monotonic) passes first."""
@@ -96,6 +105,5 @@ class Flag:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            timeout = _Timespec(int(left), int(left % 1 * 1e9))
-            _libc.syscall(_SYS_FUTEX, self._address, _FUTEX_WAIT, seen, ctypes.byref(timeout), None, 0)
+            self.sleep(seen, left)
         return True
