@@ -68,6 +68,15 @@ def _plan(p: argparse.ArgumentParser) -> None:
     )
 
 
+def _timeline(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--timeline-out",
+        type=Path,
+        metavar="F.json",
+        help="write a Chrome/Perfetto trace of all ranks' steps",
+    )
+
+
 def _check(p: argparse.ArgumentParser) -> None:
     _plan(p)
     p.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -80,6 +89,7 @@ def _generate(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--logits", type=Path, metavar="F.npz", help="also save the first token's logits of each prompt"
     )
+    _timeline(p)
 
 
 def _bench(p: argparse.ArgumentParser) -> None:
@@ -89,6 +99,7 @@ def _bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--speed", type=_positive, default=1.0, help="replay this many times faster")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     p.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="X", help="multiply all lengths")
+    _timeline(p)
 
 
 def _report(p: argparse.ArgumentParser) -> None:

@@ -37,13 +37,15 @@ FRONTEND_EXIT_SECONDS = 60.0
 POISON = "MOE_RUNTIME_POISON_KV"
 
 
-def run(env: RankEnvironment, plan_path: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
+def run(
+    env: RankEnvironment, plan_path: Path, overrides: Sequence[str], argv: Sequence[str], *, trace: bool
+) -> int:
     """Run this process as a rank until its instance stops; returns the exit code.
 
     `argv` is the whole command line: rank 0 runs it once more as the frontend.
     """
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    rank = _RankProcess(env)
+    rank = _RankProcess(env, trace=trace)
     try:
         return rank.run(plan_path, overrides, argv)
     except (KeyboardInterrupt, SystemExit):
@@ -59,8 +61,9 @@ def _exit_on_signal(number: int, frame: FrameType | None) -> None:
 
 
 class _RankProcess:
-    def __init__(self, env: RankEnvironment) -> None:
+    def __init__(self, env: RankEnvironment, *, trace: bool) -> None:
         self.env = env
+        self.trace = trace
         self.rendezvous: Rendezvous | None = None
         self.session: Path | None = None
         self.frontend: subprocess.Popen[bytes] | None = None
@@ -77,7 +80,8 @@ class _RankProcess:
         loaded = worker.load(flight, place)
         rendezvous.publish("card", worker.card(loaded, session))
         cards = rendezvous.gather("card", worker.RankCard, "loading weights")
-        engine = worker.assemble(flight, loaded, cards, poison=os.environ.get(POISON) == "1")
+        poison = os.environ.get(POISON) == "1"
+        engine = worker.assemble(flight, loaded, cards, poison=poison, trace=self.trace)
         engine.warm_up()
         if self.env.rank == 0:
             self.frontend = self._start_frontend(cards, session, argv)

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import msgspec
 
+from moe_runtime.files import require_writable
 from moe_runtime.frontend.fleet import Bootstrap, Fleet
 from moe_runtime.launch import environment, local
 from moe_runtime.launch.console import say
 from moe_runtime.launch.parent import watch_parent
 from moe_runtime.launch.preflight import Preflight, preflight
+from moe_runtime.report.timeline import write_timeline
 
 Work = Callable[[Preflight, Fleet], Awaitable[int]]
 
@@ -27,12 +29,17 @@ def run(
     *,
     check: Callable[[Preflight], None],
     work: Work,
+    timeline: Path | None,
 ) -> int:
-    """`check` looks at the command's own inputs before any rank starts; `work` runs in the frontend."""
+    """`check` looks at the command's own inputs before any rank starts; `work` runs in the frontend.
+
+    With `timeline`, ranks trace their steps and the trace is written there.
+    """
     if (raw := os.environ.get(environment.FRONTEND)) is not None:
         watch_parent()
         bootstrap = msgspec.json.decode(raw, type=Bootstrap)
-        return asyncio.run(_frontend(preflight(plan, overrides, check_tensors=False), bootstrap, work))
+        flight = preflight(plan, overrides, check_tensors=False)
+        return asyncio.run(_frontend(flight, bootstrap, work, timeline))
     env = environment.detect(os.environ)
     if env is not None:
         watch_parent()
@@ -40,16 +47,23 @@ def run(
             check(preflight(plan, overrides, check_tensors=False))
         from moe_runtime.launch import rank_process
 
-        return rank_process.run(env, plan, overrides, argv)
+        return rank_process.run(env, plan, overrides, argv, trace=timeline is not None)
+    if timeline is not None:
+        require_writable(timeline)
     flight = preflight(plan, overrides, check_tensors=True)
     check(flight)
     return local.launch(argv, flight.effective.num_ranks)
 
 
-async def _frontend(flight: Preflight, bootstrap: Bootstrap, work: Work) -> int:
+async def _frontend(flight: Preflight, bootstrap: Bootstrap, work: Work, timeline: Path | None) -> int:
     fleet = Fleet(bootstrap)
     await fleet.start(on_wait=lambda missing: say(f"waiting for {', '.join(missing)}"))
     try:
-        return await work(flight, fleet)
+        code = await work(flight, fleet)
+        if timeline is not None:
+            await fleet.collect()
+            write_timeline(timeline, fleet.timelines)
+            say(f"wrote {timeline}")
+        return code
     finally:
         await fleet.shutdown()

@@ -15,6 +15,7 @@ from torch import Tensor
 from moe_runtime.checkpoint.load import LoadReport, load_rank
 from moe_runtime.checkpoint.reader import Checkpoint
 from moe_runtime.engine.agree import AgreeLimits
+from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.desk import Identity, RequestDesk
 from moe_runtime.engine.exchange import Exchange, LocalExchange, SharedExchange
 from moe_runtime.engine.messages import ToRank
@@ -157,7 +158,9 @@ def card(loaded: Loaded, session: Path) -> RankCard:
     )
 
 
-def assemble(flight: Preflight, loaded: Loaded, cards: list[RankCard], *, poison: bool) -> RankEngine:
+def assemble(
+    flight: Preflight, loaded: Loaded, cards: list[RankCard], *, poison: bool, trace: bool
+) -> RankEngine:
     """The engine of a loaded rank, connected to its peers."""
     place, deployment = loaded.place, loaded.place.deployment
     mine = next(c for c in cards if (c.instance, c.rank) == (place.instance.name, place.rank))
@@ -183,6 +186,7 @@ def assemble(flight: Preflight, loaded: Loaded, cards: list[RankCard], *, poison
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[ToRank] = Inbox(context, mine.inbox, ToRank)
+    clock = StepClock(trace=trace)
     desk = RequestDesk(
         identity=Identity(
             instance=place.instance.name,
@@ -200,6 +204,7 @@ def assemble(flight: Preflight, loaded: Loaded, cards: list[RankCard], *, poison
             rank=place.rank,
             num_moe_layers=flight.model.num_moe_layers,
         ),
+        clock=clock,
         eos_token_ids=flight.model.eos_token_ids,
         leases=Leases(LEASE_SECONDS),
         pool=loaded.pool,
@@ -216,8 +221,10 @@ def assemble(flight: Preflight, loaded: Loaded, cards: list[RankCard], *, poison
             max_batch_tokens=s.max_batch_tokens,
             chunk_tokens=s.chunk_tokens,
             dispatch_max_tokens=deployment.dispatch.max_tokens,
+            micro_batches=deployment.overlap.micro_batches,
         ),
         meter=loaded.buffer.meter,
+        clock=clock,
         pipeline_depth=s.pipeline_depth,
         poison=poison,
     )

@@ -29,7 +29,14 @@ from moe_runtime.spec.requests import SamplingParams
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> int:
     command = _Bench(arguments)
-    return session.run(arguments.plan, arguments.overrides, argv, check=command.check, work=command.work)
+    return session.run(
+        arguments.plan,
+        arguments.overrides,
+        argv,
+        check=command.check,
+        work=command.work,
+        timeline=arguments.timeline_out,
+    )
 
 
 class _Bench:

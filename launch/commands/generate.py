@@ -22,7 +22,14 @@ from moe_runtime.spec.requests import FinishReason
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> int:
     command = _Generate(arguments)
-    return session.run(arguments.plan, arguments.overrides, argv, check=command.check, work=command.work)
+    return session.run(
+        arguments.plan,
+        arguments.overrides,
+        argv,
+        check=command.check,
+        work=command.work,
+        timeline=arguments.timeline_out,
+    )
 
 
 class _Generate:

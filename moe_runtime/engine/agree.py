@@ -5,7 +5,7 @@ size; `agree` is a function of the proposals alone, so nothing that changes whic
 run, or with what sizes, may come from anywhere else. R ranks.
 
 Vector: version | flags | decode tokens | prefill tokens | in flight | placement epoch |
-        membership epoch | membership bits, ceil(R / 64) words
+        membership epoch | overlap gain | membership bits, ceil(R / 64) words
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 VERSION = 1
-FIXED_WORDS = 7
+FIXED_WORDS = 8
 _STOP = 1
+_WORD = (1 << 64) - 1
 
 
 def vector_words(num_ranks: int) -> int:
@@ -34,6 +35,7 @@ class StepProposal:
     prefill_tokens  prompt tokens that could run at once
     in_flight       steps launched and not yet committed (pipeline depth 1)
     stop            this rank was told to shut down and has nothing left to do
+    overlap_gain    microseconds this rank expects to save with two micro-batches; may be negative
     """
 
     decode_tokens: int
@@ -43,6 +45,7 @@ class StepProposal:
     placement_epoch: int
     membership_epoch: int
     alive: tuple[bool, ...]
+    overlap_gain: int = 0
 
     def to_vector(self) -> NDArray[np.int64]:
         """int64 [vector_words(R)]."""
@@ -57,6 +60,7 @@ class StepProposal:
             self.in_flight,
             self.placement_epoch,
             self.membership_epoch,
+            self.overlap_gain & _WORD,
         ]
         return np.array([*head, *words], dtype=np.uint64).view(np.int64)
 
@@ -75,6 +79,7 @@ class StepProposal:
             placement_epoch=v[5],
             membership_epoch=v[6],
             alive=tuple(bool(words[r // 64] >> (r % 64) & 1) for r in range(num_ranks)),
+            overlap_gain=v[7] - (1 << 64) if v[7] >> 63 else v[7],
         )
 
 
@@ -87,6 +92,19 @@ class StepKind(IntEnum):
     STOP = 3
 
 
+MicroBatches = Literal["per_step"] | int
+
+
+class OverlapReason(IntEnum):
+    """Why a step ran as one or two micro-batches; the numbers stand in step records."""
+
+    OFF = 0
+    ASKED = 1
+    GAIN = 2
+    NO_GAIN = 3
+    TOO_SMALL = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreeLimits:
     """The plan's numbers that `agree` needs; the same on every rank of an instance."""
@@ -95,6 +113,7 @@ class AgreeLimits:
     chunk_tokens: int
     dispatch_max_tokens: int
     low_latency_tokens: int = 0
+    micro_batches: MicroBatches = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +121,20 @@ class StepDecision:
     """What all ranks do next.
 
     token_level    a rank takes all its decode tokens, then prefill up to this many tokens
+    decode_only    no rank has prefill rows: decides the order of stages of two micro-batches
     dispatch_mode  low_latency only if every rank is decode-only and within capacity
     rounds         dispatch rounds of each MoE layer, of at most `round_tokens` rows per rank
-    micro_batches  1 or 2
+    micro_batches  1 or 2, and why
     """
 
     kind: StepKind
     token_level: int = 0
+    decode_only: bool = False
     dispatch_mode: Literal["normal", "low_latency"] = "normal"
     rounds: int = 1
     round_tokens: int = 0
     micro_batches: int = 1
+    overlap_reason: OverlapReason = OverlapReason.OFF
     placement_epoch: int = 0
     alive: tuple[bool, ...] = ()
 
@@ -140,14 +162,34 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
     most_decode = max(p.decode_tokens for p in proposals)
     level = min(limits.max_batch_tokens, most_decode + limits.chunk_tokens)
     largest = max(step_tokens(p, level, limits.chunk_tokens) for p in proposals)
+    micro_batches, reason = _overlap(proposals, largest, limits)
+    per_micro_batch = -(-largest // micro_batches)
     decode_only = not any(p.prefill_tokens for p in proposals)
     low_latency = decode_only and largest <= limits.low_latency_tokens
     return StepDecision(
         kind=StepKind.FORWARD,
         token_level=level,
+        decode_only=decode_only,
         dispatch_mode="low_latency" if low_latency else "normal",
-        rounds=max(1, -(-largest // limits.dispatch_max_tokens)),
+        rounds=max(1, -(-per_micro_batch // limits.dispatch_max_tokens)),
         round_tokens=limits.dispatch_max_tokens,
+        micro_batches=micro_batches,
+        overlap_reason=reason,
         placement_epoch=epoch,
         alive=alive,
     )
+
+
+def _overlap(
+    proposals: Sequence[StepProposal], largest: int, limits: AgreeLimits
+) -> tuple[int, OverlapReason]:
+    """All ranks split or none does: an idle rank runs two empty micro-batches."""
+    if limits.micro_batches == 1:
+        return 1, OverlapReason.OFF
+    if largest < 2:
+        return 1, OverlapReason.TOO_SMALL
+    if limits.micro_batches == 2:
+        return 2, OverlapReason.ASKED
+    if sum(p.overlap_gain for p in proposals) > 0:
+        return 2, OverlapReason.GAIN
+    return 1, OverlapReason.NO_GAIN

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
@@ -31,6 +32,7 @@ from moe_runtime.engine.messages import (
 from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.errors import RequestRefused, TransferError
 from moe_runtime.report.records import StepLog, pack
+from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.scheduler.scheduler import Scheduler, TokenEvent
 from moe_runtime.scheduler.sequences import Sequence, make_sequence
 from moe_runtime.transfer.handoff import Handoff, KVSource
@@ -66,6 +68,7 @@ class RequestDesk:
     outbox: Outbox
     scheduler: Scheduler
     log: StepLog
+    clock: StepClock
     eos_token_ids: tuple[int, ...]
     leases: Leases
     pool: HostPool | None
@@ -236,8 +239,10 @@ class RequestDesk:
 
     def _send_stats(self) -> None:
         me, batch = self.identity, pack(self.log.take())
+        timeline = RankTimeline(instance=me.instance, rank=me.rank, spans=self.clock.take_spans())
+        stats = Stats(instance=me.instance, rank=me.rank, batch=batch, timeline=timeline)
         for frontend in self._frontends:
-            self._tell(frontend, Stats(instance=me.instance, rank=me.rank, batch=batch, last=True))
+            self._tell(frontend, stats)
 
     def _tell(self, frontend: int, message: "Ready | StepTokens | Prefilled | Refused | Stats") -> None:
         address = self._frontends.get(frontend)

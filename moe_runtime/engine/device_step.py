@@ -1,5 +1,6 @@
 """From StepInputs (host arrays) to StepContext (device tensors), and through the model once."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +18,13 @@ from moe_runtime.scheduler.step_inputs import StepInputs
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a step leaves on the device: tokens int64 [N], and logits float32 [N, V] if some are wanted."""
+    """What a step leaves on the device: tokens int64 [N], and logits float32 [W, V] of the W wanted rows."""
 
     tokens_N: Tensor
-    logits_NV: Tensor | None
+    logits_NV: Tensor | None = None
 
 
-NO_SAMPLES = Samples(torch.zeros(0, dtype=torch.int64), None)
+NO_SAMPLES = Samples(torch.zeros(0, dtype=torch.int64))
 
 
 def make_context(
@@ -73,15 +74,29 @@ def make_context(
     )
 
 
-def run(decoder: Decoder, step: StepContext, inputs: StepInputs) -> Samples:
-    """COLLECTIVE: one forward pass and its samples; every rank of the instance calls it."""
-    x_TH = decoder.embed(step)
-    (x_TH,) = overlap.run([(x_TH, step)], decoder.layers)
+def run(decoder: Decoder, parts: Sequence[tuple[StepInputs, StepContext]], *, decode_only: bool) -> Samples:
+    """COLLECTIVE: one forward pass of one or two micro-batches, and its samples in their order.
+
+    `decode_only` is the agreed kind of the step, not what this rank happens to hold.
+    """
+    hidden = overlap.run(
+        [(decoder.embed(step), step) for _, step in parts],
+        list(decoder.layers),
+        offset=overlap.DECODE_OFFSET if decode_only else overlap.PREFILL_OFFSET,
+    )
+    samples = [_sample(decoder, x_TH, inputs) for x_TH, (inputs, _) in zip(hidden, parts, strict=True)]
+    if len(samples) == 1:
+        return samples[0]
+    logits = [s.logits_NV for s in samples if s.logits_NV is not None]
+    return Samples(torch.cat([s.tokens_N for s in samples]), torch.cat(logits) if logits else None)
+
+
+def _sample(decoder: Decoder, x_TH: Tensor, inputs: StepInputs) -> Samples:
     if not len(inputs.sample_rows_N):
         return NO_SAMPLES
     logits_NV = decoder.logits(x_TH[_to(inputs.sample_rows_N, x_TH.device)])
     tokens_N = sample(logits_NV, inputs.temperature_N, inputs.seed_N, inputs.output_position_N)
-    return Samples(tokens_N, logits_NV if inputs.want_logits_N.any() else None)
+    return Samples(tokens_N, logits_NV[_to(np.flatnonzero(inputs.want_logits_N), x_TH.device)])
 
 
 def warm_up(
@@ -115,7 +130,7 @@ def warm_up(
         step = make_context(
             inputs, decision, previous=NO_SAMPLES, kv_cache=kv_cache, block_tokens=block_tokens, clock=clock
         )
-        run(decoder, step, inputs)
+        run(decoder, [(inputs, step)], decode_only=False)
 
 
 def _used(blocks_B: NDArray[np.int32], num_tokens: int, block_tokens: int) -> NDArray[np.int32]:

@@ -6,6 +6,7 @@ Every process has one inbox (a PULL socket); whoever knows its address may PUSH 
 import msgspec
 
 from moe_runtime.report.records import StepBatch
+from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.spec.requests import Request
 from moe_runtime.transfer.handoff import Handoff
 
@@ -100,12 +101,12 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank -> frontend: recorded steps; `last` ends the answer to a Collect."""
+    """Rank -> frontend: the answer to a Collect: recorded steps, and the trace if one is kept."""
 
     instance: str
     rank: int
     batch: StepBatch
-    last: bool
+    timeline: RankTimeline
 
 
 ToRank = Hello | Submit | SubmitTransferred | Abort | Release | Wake | Collect | Shutdown

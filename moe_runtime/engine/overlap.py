@@ -1,15 +1,22 @@
-"""Drives the generators of one or two micro-batches through the layers.
+"""Drives one or two micro-batches through the layers, stage by stage.
 
-A layer yields where its micro-batch waits for the network; with one micro-batch there is
-nothing else to run meanwhile, and the generator is simply driven to its end.
+A layer is a generator that yields where its micro-batch waits for the network; with two
+micro-batches the other one computes there. All layers have the same stages on all ranks, so
+every rank issues its transfers in the same order. The order of stages is data: how many stages
+the second micro-batch stays behind the first.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from moe_runtime.models.context import StepContext
+
+# Prefill: stage by stage. Decode: two stages behind, so that attention (in two parts) of one
+# micro-batch runs beside dispatch, experts and combine of the other.
+PREFILL_OFFSET = 0
+DECODE_OFFSET = 2
 
 
 class Layer(Protocol):
@@ -18,20 +25,52 @@ class Layer(Protocol):
     def __call__(self, x_TH: Tensor, step: StepContext) -> Generator[None, None, Tensor]: ...
 
 
-def run(batches: Sequence[tuple[Tensor, StepContext]], layers: Iterable[Layer]) -> list[Tensor]:
-    """COLLECTIVE: hidden states after all layers, one per micro-batch."""
-    assert len(batches) == 1, "two micro-batches come with the overlap schedule"
-    x_TH, step = batches[0]
-    for layer in layers:
-        x_TH = drive(layer(x_TH, step))
-    return [x_TH]
+class Where(Protocol):
+    """Told which micro-batch and layer the next stage belongs to."""
+
+    def at(self, micro_batch: int, layer: int) -> None: ...
 
 
-def drive(stages: Generator[None, None, Tensor]) -> Tensor:
-    """Run a layer's stages one after the other."""
-    while True:
-        try:
-            next(stages)
-        except StopIteration as done:
-            result: Tensor = done.value
-            return result
+def run(
+    batches: Sequence[tuple[Tensor, StepContext]], layers: Sequence[Layer], *, offset: int = 0
+) -> list[Tensor]:
+    """COLLECTIVE: hidden states after all layers, one per micro-batch.
+
+    With two, the second runs `offset` stages behind the first. Raises what a stage raises.
+    """
+    results: dict[int, Tensor] = {}
+    stages = [_stages(index, x_TH, step, layers) for index, (x_TH, step) in enumerate(batches)]
+    for _ in range(offset if len(stages) > 1 else 0):
+        _advance(stages, 0, results)
+    while len(results) < len(stages):
+        for index in range(len(stages)):
+            _advance(stages, index, results)
+    return [results[index] for index in range(len(stages))]
+
+
+def _stages(
+    micro_batch: int, x_TH: Tensor, step: StepContext, layers: Sequence[Layer]
+) -> Generator[None, None, Tensor]:
+    """All stages of all layers: a yield after each but the last of all."""
+    for number, layer in enumerate(layers):
+        stages = layer(x_TH, step)
+        while True:
+            step.clock.at(micro_batch, number)
+            try:
+                next(stages)
+            except StopIteration as done:
+                x_TH = done.value
+                break
+            yield
+        if number + 1 < len(layers):
+            yield
+    return x_TH
+
+
+def _advance(stages: list[Generator[None, None, Tensor]], index: int, results: dict[int, Tensor]) -> None:
+    if index in results:
+        return
+    try:
+        next(stages[index])
+    except StopIteration as done:
+        results[index] = done.value

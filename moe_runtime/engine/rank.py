@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.engine import device_step
+from moe_runtime.engine import device_step, split
 from moe_runtime.engine.agree import AgreeLimits, StepDecision, StepKind, StepProposal, agree
-from moe_runtime.engine.clock import StepClock
+from moe_runtime.engine.clock import OUTSIDE, StepClock
 from moe_runtime.engine.desk import RequestDesk
 from moe_runtime.engine.device_step import NO_SAMPLES, Samples
 from moe_runtime.engine.exchange import Exchange
+from moe_runtime.engine.overlap_policy import OverlapModel
 from moe_runtime.engine.recorder import record_step
 from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.models.decoder import Decoder
@@ -37,9 +38,10 @@ class RankEngine:
     exchange: Exchange
     limits: AgreeLimits
     meter: TransportMeter
+    clock: StepClock
     pipeline_depth: int
     poison: bool = False
-    clock: StepClock = field(default_factory=StepClock)
+    overlap: OverlapModel = field(default_factory=OverlapModel)
     step_number: int = 0
     _in_flight: deque[tuple[Scheduled, Samples]] = field(default_factory=deque)
     _previous: Samples = NO_SAMPLES
@@ -66,7 +68,7 @@ class RankEngine:
 
     def step(self) -> StepKind:
         """COLLECTIVE: one turn of the loop."""
-        self.clock.begin()
+        self.clock.begin(self.step_number)
         self.desk.receive()
         decision = self._agree(self._propose())
         if decision.kind is StepKind.FORWARD:
@@ -94,6 +96,7 @@ class RankEngine:
             placement_epoch=0,
             membership_epoch=0,
             alive=(True,) * self.desk.identity.num_ranks,
+            overlap_gain=round(1e6 * self.overlap.gain(work.decode_tokens + work.prefill_tokens)),
         )
 
     def _agree(self, proposal: StepProposal) -> StepDecision:
@@ -105,16 +108,23 @@ class RankEngine:
 
     def _forward(self, decision: StepDecision) -> Scheduled:
         scheduled = self.scheduler.build(decision.token_level)
-        step = device_step.make_context(
-            scheduled.inputs,
-            decision,
-            previous=self._previous,
-            kv_cache=self.kv_cache,
-            block_tokens=self.scheduler.limits.block_tokens,
-            clock=self.clock,
-        )
-        self._previous = device_step.run(self.decoder, step, scheduled.inputs)
+        whole = scheduled.inputs
+        parts = split.halves(whole) if decision.micro_batches == 2 else (whole,)
+        contexts = [
+            device_step.make_context(
+                part,
+                decision,
+                previous=self._previous,
+                kv_cache=self.kv_cache,
+                block_tokens=self.scheduler.limits.block_tokens,
+                clock=self.clock,
+            )
+            for part in parts
+        ]
+        both = list(zip(parts, contexts, strict=True))
+        self._previous = device_step.run(self.decoder, both, decode_only=decision.decode_only)
         self.clock.enter("other")
+        self.clock.at(OUTSIDE, OUTSIDE)
         self._in_flight.append((scheduled, self._previous))
         return scheduled
 
@@ -151,4 +161,5 @@ def _wanted_logits(scheduled: Scheduled, samples: Samples) -> dict[int, bytes]:
     if samples.logits_NV is None:
         return {}
     wanted = np.flatnonzero(scheduled.inputs.want_logits_N).tolist()
-    return {n: samples.logits_NV[n].float().cpu().numpy().tobytes() for n in wanted}
+    rows = samples.logits_NV.float().cpu().numpy()
+    return {n: row.tobytes() for n, row in zip(wanted, rows, strict=True)}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from moe_runtime.engine.agree import StepDecision
+from moe_runtime.report.records import PHASES
 from moe_runtime.scheduler.scheduler import Scheduled
 
 if TYPE_CHECKING:
@@ -14,12 +15,22 @@ if TYPE_CHECKING:
 def record_step(engine: "RankEngine", scheduled: Scheduled, decision: StepDecision) -> None:
     """LOCAL: close the step's clock and append its row."""
     totals = engine.meter.take()
-    # One dispatch per MoE layer and round, layer by layer.
-    rows = np.array(totals.received_rows, np.int64).reshape(-1, decision.rounds).sum(axis=1)
+    # One dispatch per MoE layer, micro-batch and round; those of a layer come before the next layer's.
+    per_layer = decision.rounds * decision.micro_batches
+    rows = np.array(totals.received_rows, np.int64).reshape(-1, per_layer).sum(axis=1)
+    wall = engine.clock.end()
+    waiting = engine.clock.seconds[PHASES.index("waiting")]
+    engine.overlap.observe(
+        tokens=scheduled.inputs.num_tokens,
+        micro_batches=decision.micro_batches,
+        busy=wall - waiting,
+        compute=wall - waiting - totals.waited,
+        transport=totals.busy,
+    )
     engine.desk.log.append(
         step=engine.step_number,
         start=engine.clock.start,
-        wall=engine.clock.end(),
+        wall=wall,
         phases=engine.clock.seconds,
         decode_tokens=scheduled.inputs.num_decode,
         prefill_tokens=scheduled.prefill_tokens,
@@ -32,4 +43,6 @@ def record_step(engine: "RankEngine", scheduled: Scheduled, decision: StepDecisi
         bytes_combined=totals.bytes_combined,
         transport_busy=totals.busy,
         transport_waited=totals.waited,
+        micro_batches=decision.micro_batches,
+        overlap_reason=int(decision.overlap_reason),
     )

@@ -30,6 +30,7 @@ from moe_runtime.engine.messages import (
 from moe_runtime.engine.sockets import Outbox
 from moe_runtime.frontend.router import Router, Target
 from moe_runtime.report.records import RankSteps, unpack
+from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.spec.requests import FinishReason, Request, SamplingParams
 
 
@@ -86,6 +87,7 @@ class Fleet:
         self._live: dict[int, Live] = {}
         self._ready: set[tuple[str, int]] = set()
         self._steps: dict[tuple[str, int], RankSteps] = {}
+        self.timelines: list[RankTimeline] = []
         self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._next = bootstrap.frontend << FRONTEND_SHIFT
@@ -123,7 +125,7 @@ class Fleet:
             self._finish(live, FinishReason.ABORT)
 
     async def collect(self) -> list[RankSteps]:
-        """The steps recorded by every rank since the last call."""
+        """The steps recorded by every rank since the last call; traces are added to `timelines`."""
         self._steps.clear()
         for address in self._addresses.values():
             self._outbox.send(address, Collect())
@@ -191,8 +193,9 @@ class Fleet:
                     self._finish(live, FinishReason.ERROR, reason)
             case Ready(instance=instance, rank=rank):
                 self._ready.add((instance, rank))
-            case Stats(instance=instance, rank=rank, batch=batch):
+            case Stats(instance=instance, rank=rank, batch=batch, timeline=timeline):
                 self._steps[instance, rank] = unpack(batch)
+                self.timelines.append(timeline)
 
     def _token(self, token: Token, instance: str, now: float) -> None:
         live = self._live.get(token.request)

@@ -14,17 +14,21 @@ from torch import Tensor
 class Clock(Protocol):
     """Exclusive phase times of a step: `enter` ends the current phase and begins another.
 
-    `waited` books seconds of transport: `busy` from posting to completion, `blocked` the part
-    in which this rank stood still.
+    `at` tells which micro-batch and layer the phases that follow belong to.
     """
 
     def enter(self, phase: str) -> None: ...
+
+    def at(self, micro_batch: int, layer: int) -> None: ...
 
 
 class NoClock:
     """A clock that measures nothing."""
 
     def enter(self, phase: str) -> None:
+        return None
+
+    def at(self, micro_batch: int, layer: int) -> None:
         return None
 
 

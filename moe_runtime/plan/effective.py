@@ -7,10 +7,13 @@ that can cross a process boundary.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from moe_runtime.plan.schema import DeploymentName
 from moe_runtime.spec.kv import KVSpec
+
+
+MicroBatches = Literal["per_step"] | int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,7 @@ class EffectiveDispatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveOverlap:
-    micro_batches: int
+    micro_batches: MicroBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from moe_runtime.plan.effective import (
     EffectiveServer,
     EffectiveSlo,
     InstancePlan,
+    MicroBatches,
 )
 from moe_runtime.plan.keys import DEPLOYMENTS
 from moe_runtime.plan.plan_rules import total_ranks
@@ -31,7 +32,7 @@ from moe_runtime.spec.bytes import slots_per_rank, surplus_slots
 from moe_runtime.spec.kv import kv_spec
 from moe_runtime.spec.model import ModelSpec
 
-T = TypeVar("T", int, str)
+T = TypeVar("T", bound=int | str)
 
 
 def resolve(plan: Plan, model: ModelSpec) -> EffectivePlan:
@@ -94,6 +95,9 @@ def _deployment(
 ) -> EffectiveDeployment:
     at = f"{DEPLOYMENTS}.{name}"
     depth = (0, "nothing overlaps on CPU") if device == "cpu" else (1, "host and device overlap")
+    alone = d.expert_parallel == 1
+    overlap: MicroBatches = 1 if alone else "per_step"
+    why = "one rank: no transport to hide" if alone else "decided by measured times"
     backend = ("local", "one rank: no transport") if d.expert_parallel == 1 else ("torch", "several ranks")
     kv_dtype = settle(f"{at}.kv_cache.dtype", d.kv_cache.dtype, dtype, "model.dtype")
     num_experts = model.moe.num_experts
@@ -123,7 +127,7 @@ def _deployment(
             ),
         ),
         overlap=EffectiveOverlap(
-            micro_batches=settle(f"{at}.overlap.micro_batches", d.overlap.micro_batches, 1, "no overlap yet")
+            micro_batches=settle(f"{at}.overlap.micro_batches", d.overlap.micro_batches, overlap, why)
         ),
         balancing=EffectiveBalancing(enabled=d.balancing.enabled),
         deterministic=d.deterministic,

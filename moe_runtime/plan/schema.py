@@ -77,9 +77,9 @@ class DispatchSection(Section):
 
 
 class OverlapSection(Section):
-    """`micro_batches`: halves in which a step's batch runs."""
+    """`micro_batches`: halves in which a step's batch runs; `per_step`: as the cost model expects."""
 
-    micro_batches: Auto | Annotated[int, Ge(1), Le(2)] = "auto"
+    micro_batches: Auto | Literal["per_step"] | Annotated[int, Ge(1), Le(2)] = "auto"
 
 
 class BalancingSection(Section):

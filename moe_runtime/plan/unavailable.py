@@ -32,7 +32,6 @@ RULES = (
     ),
     Rule("deployments.*.dispatch.backend", ("auto", "local", "torch"), "this dispatch backend"),
     Rule("deployments.*.dispatch.dtype", ("auto", MODEL_DTYPE), "dispatch in another dtype than the model's"),
-    Rule("deployments.*.overlap.micro_batches", ("auto", 1), "overlap of two micro-batches"),
     Rule("deployments.*.balancing.enabled", (False,), "live rebalancing"),
     Rule("deployments.*.deterministic", (False,), "batch-invariant mode"),
     Rule("deployments.*.shared_experts", ("replicated",), "serving shared experts as slots"),

@@ -10,12 +10,13 @@ import numpy as np
 
 from moe_runtime.report import balance
 from moe_runtime.report.facts import Denominators, DeploymentFacts, Gaps
-from moe_runtime.report.records import NOT_MEASURED, PHASES, RankSteps
+from moe_runtime.report.records import NOT_MEASURED, OVERLAP_REASONS, PHASES, RankSteps
 from moe_runtime.report.schema import (
     Deployment,
     Exchange,
     KvUse,
     LayerBalance,
+    OverlapUse,
     PhaseTime,
     RankUse,
     Throughput,
@@ -85,6 +86,7 @@ def describe(
         exchange=_exchange(facts, ranks, f"{path}.exchange", gaps),
         phases=_phases(facts, ranks, gaps),
         hidden=_hidden(facts, ranks, f"{path}.hidden", gaps),
+        overlap=_overlap(ranks, f"{path}.overlap", gaps),
         per_rank=tuple(_rank_use(facts, r, over.seconds, path, i, gaps) for i, r in enumerate(ranks)),
     )
 
@@ -198,6 +200,19 @@ def _hidden(facts: DeploymentFacts, ranks: Sequence[RankSteps], path: str, gaps:
         return 1.0 - waited / busy
     gaps.null(path, reason)
     return None
+
+
+def _overlap(ranks: Sequence[RankSteps], path: str, gaps: Gaps) -> OverlapUse:
+    """All ranks of an instance decide alike, so its rank 0 speaks for it."""
+    firsts = [r for r in ranks if r.rank == 0 and len(r)]
+    reasons = np.concatenate([r.overlap_reason for r in firsts]) if firsts else np.zeros(0, np.int64)
+    counts = np.bincount(reasons, minlength=len(OVERLAP_REASONS))
+    split = np.concatenate([r.micro_batches == 2 for r in firsts]) if firsts else np.zeros(0)
+    fraction = float(split.mean()) if len(split) else None
+    return OverlapUse(
+        overlapped_fraction=gaps.given(fraction, f"{path}.overlapped_fraction", "no step was recorded"),
+        reasons={name: int(n) for name, n in zip(OVERLAP_REASONS, counts, strict=True) if n},
+    )
 
 
 def _rank_use(

@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 PHASES = ("attention", "routing", "dispatch", "experts", "combine", "other", "waiting")
+# Why a step ran as one or two micro-batches; the order is that of engine.agree.OverlapReason.
+OVERLAP_REASONS = ("off", "asked", "gain", "no_gain", "too_small")
 NOT_MEASURED = -1
 
 F64 = NDArray[np.float64]
@@ -66,6 +68,8 @@ _FLAT: dict[str, str] = {
     "transport_busy": "<f8",
     "transport_waited": "<f8",
     "preemptions": "<i8",
+    "micro_batches": "<i8",
+    "overlap_reason": "<i8",
 }
 _DTYPES: dict[str, str] = {**_FLAT, "phases": "<f8", "received_rows": "<i8"}
 COLUMNS = tuple(_DTYPES)
@@ -93,6 +97,8 @@ class RankSteps:
     transport_busy     float64 [S]: seconds in which a transfer of this rank was under way
     transport_waited   float64 [S]: the part of it in which the rank stood still
     preemptions        int64 [S]: sequences preempted
+    micro_batches      int64 [S]: 1 or 2
+    overlap_reason     int64 [S]: why, as an index into OVERLAP_REASONS
     """
 
     instance: str
@@ -113,6 +119,8 @@ class RankSteps:
     transport_busy: F64
     transport_waited: F64
     preemptions: I64
+    micro_batches: I64
+    overlap_reason: I64
 
     def __post_init__(self) -> None:
         S = len(self.step)
@@ -188,6 +196,8 @@ class StepLog:
         received_rows: Sequence[int] | NDArray[np.integer],
         kv_used_blocks: int,
         preemptions: int,
+        micro_batches: int = 1,
+        overlap_reason: int = 0,
         bytes_dispatched: int = NOT_MEASURED,
         bytes_combined: int = NOT_MEASURED,
         transport_busy: float = float("nan"),
@@ -233,6 +243,8 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transport_busy: bytes
     transport_waited: bytes
     preemptions: bytes
+    micro_batches: bytes
+    overlap_reason: bytes
 
 
 def pack(steps: RankSteps) -> StepBatch:

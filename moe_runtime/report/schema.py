@@ -175,6 +175,13 @@ class PhaseTime(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     share: float
 
 
+class OverlapUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many steps ran as two micro-batches, and steps by reason (OVERLAP_REASONS of the records)."""
+
+    overlapped_fraction: float | None
+    reasons: dict[str, int]
+
+
 class RankUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one rank did in the window."""
 
@@ -210,6 +217,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     exchange: Exchange
     phases: tuple[PhaseTime, ...]
     hidden: float | None
+    overlap: OverlapUse
     per_rank: tuple[RankUse, ...]
 
 

@@ -173,6 +173,7 @@ def _deployments(report: Report, color: bool) -> RenderableType:
     row("dispatched, bytes per token", lambda d: number(d.exchange.dispatched_bytes_per_token))
     row("combined, bytes per token", lambda d: number(d.exchange.combined_bytes_per_token))
     row("transport time hidden", lambda d: percent(d.hidden))
+    row("steps in two micro-batches", lambda d: percent(d.overlap.overlapped_fraction))
     return titled("Deployments", grid, color=color)
 
 

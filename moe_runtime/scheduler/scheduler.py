@@ -296,7 +296,8 @@ class Scheduler:
         """Blocks each decode row lacks to run `steps` more steps."""
         tokens = self.table.num_tokens[rows] + steps - 1
         need = -(-tokens // self.limits.block_tokens)
-        return np.maximum(need - self.table.num_blocks[rows], 0).astype(np.int32)
+        missing: NDArray[np.int32] = np.maximum(need - self.table.num_blocks[rows], 0).astype(np.int32)
+        return missing
 
     def _behind(self) -> int:
         rows = self.table.prefill_rows()

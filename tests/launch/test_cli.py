@@ -11,8 +11,8 @@ from moe_runtime.launch.cli import parser
 FROZEN = {
     "make-checkpoint": "--family --out [--size] [--dtype] [--seed]",
     "check": "PLAN [--set] [--json]",
-    "generate": "PLAN [--set] --prompts --out [--logits]",
-    "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths]",
+    "generate": "PLAN [--set] --prompts --out [--logits] [--timeline-out]",
+    "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--timeline-out]",
     "report": "RUN.json+",
 }
 

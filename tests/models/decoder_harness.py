@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moe_runtime.checkpoint.load import load_rank
 from moe_runtime.checkpoint.reader import Checkpoint
-from moe_runtime.engine.overlap import drive
+from moe_runtime.engine import overlap
 from moe_runtime.expert_parallel.buffer import Buffer
 from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
@@ -126,7 +126,5 @@ class Rank:
         """Logits fp32 [T, V] of all rows: the decode rows, then the prefill rows."""
         step = self.context(decode or {}, prefill or {})
         with torch.inference_mode():
-            x_TH = self.decoder.embed(step)
-            for layer in self.decoder.layers:
-                x_TH = drive(layer(x_TH, step))
+            (x_TH,) = overlap.run([(self.decoder.embed(step), step)], list(self.decoder.layers))
             return self.decoder.logits(x_TH)

@@ -39,7 +39,7 @@ def test_autos_of_the_split_plan(tmp_path: Path):
     for d in plan.deployments:
         assert d.scheduler.pipeline_depth == 0
         assert (d.dispatch.backend, d.dispatch.dtype, d.dispatch.max_tokens) == ("torch", "float32", 512)
-        assert (d.kv_cache.dtype, d.overlap.micro_batches) == ("float32", 1)
+        assert (d.kv_cache.dtype, d.overlap.micro_batches) == ("float32", "per_step")
     assert ("deployments.decode.dispatch.max_tokens", "max_batch_tokens") in plan.derived
     assert "model.dtype" not in dict(plan.derived)
 
