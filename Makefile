@@ -40,7 +40,7 @@ check: $(SETUP)
 	scripts/check
 
 bench: $(SETUP) $(CHECKPOINT)
-	$(BIN)/python benchmarks/speed.py --checkpoint $(CHECKPOINT)
+	$(BIN)/python benchmarks/speed.py $(CHECKPOINT)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

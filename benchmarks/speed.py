@@ -263,7 +263,8 @@ class Bench:
         return path
 
 
-def main() -> int:
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """The command line of this script."""
     parser = argparse.ArgumentParser(
         description="Speed against transformers' generate, and of EP 2 against EP 1."
     )
@@ -275,7 +276,11 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="file of JSON lines to append to")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a ratio is not reached")
-    arguments = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    arguments = parse_arguments(sys.argv[1:])
     machine = read_machine(hardware="", device="cpu")
     common = {
         "commit": read_commit(),

@@ -15,6 +15,8 @@ PORT = "MOE_RUNTIME_STORE_PORT"
 LISTEN_FD = "MOE_RUNTIME_STORE_FD"
 FRONTEND = "MOE_RUNTIME_FRONTEND"
 PARENT = "MOE_RUNTIME_PARENT"
+# Sizes that other launchers set: MPICH, Slurm, PMIx without Open MPI.
+FOREIGN = ("PMI_SIZE", "SLURM_NTASKS", "MV2_COMM_WORLD_SIZE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +51,7 @@ def detect(env: Mapping[str, str]) -> RankEnvironment | None:
             store_fd=int(fd) if fd else None,
         )
     if "TORCHELASTIC_RUN_ID" in env:
+        _require_one_host(env, "LOCAL_WORLD_SIZE", "WORLD_SIZE")
         return RankEnvironment(
             launcher="torchrun",
             rank=_number(env, "RANK"),
@@ -59,12 +62,27 @@ def detect(env: Mapping[str, str]) -> RankEnvironment | None:
             attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
     if "OMPI_COMM_WORLD_RANK" in env:
+        _require_one_host(env, "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE")
         return RankEnvironment(
             launcher="mpirun",
             rank=_number(env, "OMPI_COMM_WORLD_RANK"),
             world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
         )
+    for name in FOREIGN:
+        if env.get(name, "1") not in ("", "1"):
+            raise InputError(
+                f"one of several processes of a launcher that is not known ({name} is {env[name]});"
+                " use torchrun, Open MPI's mpirun, or neither"
+            )
     return None
+
+
+def _require_one_host(env: Mapping[str, str], local: str, world: str) -> None:
+    if env.get(local, env.get(world)) != env.get(world):
+        raise InputError(
+            f"several hosts are not available in this version: {env[local]} of {env[world]} ranks are on"
+            " this one"
+        )
 
 
 def _number(env: Mapping[str, str], name: str) -> int:

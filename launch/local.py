@@ -88,5 +88,5 @@ def _end_all(ranks: "list[subprocess.Popen[bytes]]") -> None:
 def _signal_session(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
     try:
         os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
+    except (ProcessLookupError, PermissionError):
+        return  # all of the session has ended

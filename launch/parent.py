@@ -8,22 +8,26 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 from moe_runtime.launch.environment import PARENT
 
 CHECK_SECONDS = 0.5
 
 
-def watch_parent() -> None:
-    """Start a thread that ends this process when its parent is gone.
+def watch_parent(last_act: Callable[[], None] = lambda: None) -> None:
+    """Start a thread that ends this process when its parent is gone, after `last_act`.
 
     Our own launcher tells its pid, since it may be gone before this process comes to look.
     """
     parent = int(os.environ.get(PARENT, os.getppid()))
-    threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(parent, last_act), name="parent-watch", daemon=True).start()
 
 
-def _watch(parent: int) -> None:
+def _watch(parent: int, last_act: Callable[[], None]) -> None:
     while os.getppid() == parent:
         time.sleep(CHECK_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        last_act()
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)

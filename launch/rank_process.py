@@ -29,10 +29,12 @@ from moe_runtime.frontend.fleet import Bootstrap, RankAddress
 from moe_runtime.launch import environment, mpi, worker
 from moe_runtime.launch.console import say
 from moe_runtime.launch.environment import RankEnvironment
+from moe_runtime.launch.parent import watch_parent
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.rendezvous import Rendezvous
 
 SECONDARY_DELAY = 2.0
+LONGEST_TMPDIR = 50
 FRONTEND_EXIT_SECONDS = 60.0
 POISON = "MOE_RUNTIME_POISON_KV"
 
@@ -44,8 +46,9 @@ def run(
 
     `argv` is the whole command line: rank 0 runs it once more as the frontend.
     """
-    signal.signal(signal.SIGTERM, _exit_on_signal)
     rank = _RankProcess(env, trace=trace)
+    watch_parent(last_act=rank.clean_up)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         return rank.run(plan_path, overrides, argv)
     except (KeyboardInterrupt, SystemExit):
@@ -67,6 +70,7 @@ class _RankProcess:
         self.rendezvous: Rendezvous | None = None
         self.session: Path | None = None
         self.frontend: subprocess.Popen[bytes] | None = None
+        self.closing = False
 
     def run(self, plan_path: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
         flight = preflight(plan_path, overrides, check_tensors=self.env.rank == 0)
@@ -108,13 +112,14 @@ class _RankProcess:
         else:
             first_line = (str(error).splitlines() or [""])[0]
             say(f"rank {self.env.rank} ended: {type(error).__name__}: {first_line}")
-        if self.env.launcher == "mpirun":
+        if self.env.launcher == "mpirun" and "mpi4py.MPI" in sys.modules:
             sys.stderr.flush()
             mpi.abort(code)
         return code
 
     def clean_up(self) -> None:
         """End the frontend if it still runs, and remove the sockets."""
+        self.closing = True
         if self.frontend is not None and self.frontend.poll() is None:
             self.frontend.kill()
             self.frontend.wait()
@@ -135,7 +140,9 @@ class _RankProcess:
     def _open_session(self, rendezvous: Rendezvous) -> Path:
         """A directory for sockets that only this user can enter; rank 0 makes it."""
         if self.env.rank == 0:
-            self.session = Path(tempfile.mkdtemp(prefix="moe-runtime-"))
+            # Socket paths are short by the kernel's rule; a long TMPDIR has no room for one.
+            long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
+            self.session = Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))
             rendezvous.store.set("session", str(self.session))
         return Path(rendezvous.store.get("session").decode())
 
@@ -144,6 +151,7 @@ class _RankProcess:
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(int(threads) if threads.isdigit() else max(1, cores // ranks_on_host))
         if place.num_ranks > 1:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group(
                 "gloo",
                 store=PrefixStore(place.instance.name, rendezvous.store),
@@ -176,6 +184,8 @@ class _RankProcess:
         code = process.wait()
         if code != 0:
             time.sleep(0.5)  # if the whole launch is being stopped, that is the reason
+            if self.closing:
+                return
             if code < 0:
                 say(f"the frontend was killed by {signal.Signals(-code).name}")
                 code = 128 - code

@@ -3,6 +3,7 @@
 Every key lives under a prefix with the restart count, so a restarted world never meets old keys.
 """
 
+import socket
 import time
 from datetime import timedelta
 from typing import TypeVar
@@ -85,10 +86,14 @@ def _open_mpi(env: RankEnvironment) -> Store:
     from moe_runtime.launch.mpi import world
 
     comm = world()
+    host = "127.0.0.1"
     if env.rank == 0:
-        host = "127.0.0.1"
-        store = TCPStore(host, 0, env.world_size, is_master=True, wait_for_workers=False)
-        comm.bcast(f"{host}:{store.port}", root=0)
-        return store
-    host, port = comm.bcast(None, root=0).rsplit(":", 1)
-    return TCPStore(host, int(port), env.world_size, is_master=False, wait_for_workers=False)
+        # A store that opens its own port listens on every interface.
+        listener = socket.create_server((host, 0))
+        port = comm.bcast(listener.getsockname()[1], root=0)
+        fd = listener.detach()
+        return TCPStore(
+            host, port, env.world_size, is_master=True, wait_for_workers=False, master_listen_fd=fd
+        )
+    port = comm.bcast(None, root=0)
+    return TCPStore(host, port, env.world_size, is_master=False, wait_for_workers=False)

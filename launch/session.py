@@ -42,7 +42,6 @@ def run(
         return asyncio.run(_frontend(flight, bootstrap, work, timeline))
     env = environment.detect(os.environ)
     if env is not None:
-        watch_parent()
         if env.rank == 0:
             check(preflight(plan, overrides, check_tensors=False))
         from moe_runtime.launch import rank_process

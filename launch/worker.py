@@ -209,7 +209,6 @@ def assemble(
         leases=Leases(LEASE_SECONDS),
         pool=loaded.pool,
         transport=transport,
-        load_seconds=loaded.report.seconds,
     )
     return RankEngine(
         desk=desk,

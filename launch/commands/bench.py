@@ -8,6 +8,7 @@ from pathlib import Path
 
 import moe_runtime
 from moe_runtime.checkpoint.tokenizer import Tokenizer
+from moe_runtime.errors import InputError
 from moe_runtime.files import require_writable
 from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.prompts import trace_prompts, usable_ids
@@ -52,6 +53,8 @@ class _Bench:
     def check(self, flight: Preflight) -> None:
         """Everything wrong with the inputs, before a rank starts."""
         require_writable(self.out)
+        if self.out.exists() and self.out.samefile(self.options.trace):
+            raise InputError(f"{self.out}: would overwrite the trace")
         self._arrivals(flight)
 
     def _arrivals(self, flight: Preflight) -> list[Arrival]:
@@ -66,6 +69,7 @@ class _Bench:
             encode=tokenizer.encode,
             max_tokens=_sequence_room(flight),
         )
+        _require_prefill_room(flight, [(r.where, len(p)) for r, p in zip(requests, prompts, strict=True)])
         # The trace says how much is generated, so the end-of-sequence token ends nothing.
         return [
             Arrival(
@@ -82,6 +86,7 @@ class _Bench:
         warmup_end = time.monotonic()
         with Progress("requests", len(arrivals)) as progress:
             records = await replay(fleet, arrivals, on_done=progress.advance)
+        fleet.raise_if_failed()
         steps = await fleet.collect()
         report = build_report(self._facts(flight, warmup_end), records, steps)
         save_report(self.out, report)
@@ -120,6 +125,18 @@ class _Bench:
 
 
 def _sequence_room(flight: Preflight) -> int:
-    """Tokens, prompt and output together, that a sequence may have on any rank it meets."""
-    pools = [d.kv_cache.blocks * d.kv_cache.block_tokens for d in flight.effective.deployments]
-    return min(flight.model.max_positions, *pools)
+    """Tokens, prompt and output together, that a sequence may have where it decodes."""
+    decoding = next(d for d in flight.effective.deployments if d.name in ("decode", "unified"))
+    return min(flight.model.max_positions, decoding.kv_cache.blocks * decoding.kv_cache.block_tokens)
+
+
+def _require_prefill_room(flight: Preflight, prompts: list[tuple[str, int]]) -> None:
+    """InputError for a prompt that does not fit a prefill rank's cache."""
+    for d in flight.effective.deployments:
+        room = d.kv_cache.blocks * d.kv_cache.block_tokens
+        for where, length in prompts:
+            if length > room:
+                raise InputError(
+                    f"{where}: input_length: {length} prompt tokens, a rank of {d.name} caches {room};"
+                    f" deployments.{d.name}.kv_cache.blocks={-(-length // d.kv_cache.block_tokens)} would do"
+                )

@@ -43,6 +43,8 @@ class _Generate:
         for path in (self.out, self.logits):
             if path is not None:
                 require_writable(path)
+                if path.exists() and path.samefile(self.prompts):
+                    raise InputError(f"{path}: would overwrite the prompts")
         self._requests()
         Tokenizer(Path(flight.effective.model.path))
 
@@ -77,6 +79,7 @@ class _Generate:
                 )
 
             results = await asyncio.gather(*(one(r) for r in requests))
+        fleet.raise_if_failed()
         write_results(self.out, results)
         if self.logits is not None:
             write_logits(self.logits, logits, vocab_size=flight.model.vocab_size)

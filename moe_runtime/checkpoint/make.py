@@ -45,8 +45,11 @@ def make_checkpoint(out: Path, *, family: str, size: str, dtype: str = "float32"
         raise InputError(f"seed = {seed} must be 0 or more")
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out}: exists and is not an empty directory; nothing was written")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    except OSError as error:
+        raise InputError(f"{out}: cannot be written: {error.strerror}") from error
     try:
         _write(partial, shapes.config(family, size, dtype), size, getattr(torch, dtype), seed)
         partial.chmod(0o755)

@@ -20,6 +20,7 @@ from moe_runtime.engine.messages import (
     Ready,
     Refused,
     Release,
+    Renew,
     Shutdown,
     Stats,
     StepTokens,
@@ -73,22 +74,32 @@ class RequestDesk:
     leases: Leases
     pool: HostPool | None
     transport: KVTransport | None
-    load_seconds: float = 0.0
     stopping: bool = False
     wake_step: int = -1
     changed: bool = False
     _frontends: dict[int, str] = field(default_factory=dict)
     _sources: dict[int, KVSource] = field(default_factory=dict)
     _pulls: list[_Pulling] = field(default_factory=list)
+    _renew_at: float = 0.0
 
     def receive(self) -> None:
         """Handle every message that is there, pulls that ended and leases that are over."""
         for message in self.inbox.drain():
             self._handle(message)
-        self._start_pulls()
         self._poll_pulls()
-        for lease in self.leases.expire(time.monotonic()):
+        now = time.monotonic()
+        self._renew(now)
+        for lease in self.leases.expire(now):
             self._end_lease(lease.blocks)
+
+    def start_pulls(self) -> None:
+        """Begin to fetch the KV of sequences that were admitted just now."""
+        for sequence in self.scheduler.take_started_pulls():
+            assert self.transport is not None
+            source = self._sources.pop(sequence.request.id)
+            table = self.scheduler.table
+            blocks = table.blocks[sequence.row, : table.num_blocks[sequence.row]]
+            self._pulls.append(_Pulling(sequence, self.transport.start_pull(source, blocks), source))
 
     @property
     def has_work(self) -> bool:
@@ -99,12 +110,14 @@ class RequestDesk:
     @property
     def idle_stop(self) -> bool:
         """Told to stop, and nothing is left to do."""
-        return self.stopping and not self.scheduler.num_requests and not len(self.leases)
+        return not (not self.stopping or self.scheduler.num_requests or len(self.leases) or self._pulls)
 
     def patience(self) -> float:
         """Seconds this rank may sleep before it must look again by itself."""
         if self._pulls:
             return 0.001
+        if self._sources:
+            return min(1.0, self.leases.seconds / 6)
         expiry = self.leases.next_expiry()
         return 1.0 if expiry is None else max(0.001, min(1.0, expiry - time.monotonic()))
 
@@ -158,14 +171,14 @@ class RequestDesk:
                 blocks = self.leases.release(lease)
                 if blocks is not None:
                     self._end_lease(blocks)
+            case Renew(lease=lease):
+                self.leases.renew(lease, time.monotonic())
             case Wake(step=step):
                 self.wake_step = max(self.wake_step, step)
             case Hello(frontend=frontend, address=address):
                 self._frontends[frontend] = address
                 me = self.identity
-                self._tell(
-                    frontend, Ready(instance=me.instance, rank=me.rank, load_seconds=self.load_seconds)
-                )
+                self._tell(frontend, Ready(instance=me.instance, rank=me.rank))
             case Collect():
                 self._send_stats()
             case Shutdown():
@@ -176,7 +189,10 @@ class RequestDesk:
             self.scheduler.add(sequence)
         except RequestRefused as refusal:
             request = sequence.request.id
-            self._tell(request >> FRONTEND_SHIFT, Refused(request=request, reason=str(refusal)))
+            self._tell(
+                request >> FRONTEND_SHIFT,
+                Refused(request=request, reason=f"{self.identity.deployment}: {refusal}"),
+            )
             return False
         return True
 
@@ -189,14 +205,16 @@ class RequestDesk:
         if source is not None:
             self._release(source)
 
-    def _start_pulls(self) -> None:
-        for sequence in self.scheduler.take_started_pulls():
-            assert self.transport is not None
-            source = self._sources.pop(sequence.request.id)
-            blocks = self.scheduler.table.blocks[
-                sequence.row, : self.scheduler.table.num_blocks[sequence.row]
-            ]
-            self._pulls.append(_Pulling(sequence, self.transport.start_pull(source, blocks), source))
+    def _renew(self, now: float) -> None:
+        """Keep the leases alive whose blocks this rank still wants: queued here, or being pulled."""
+        if now < self._renew_at:
+            return
+        self._renew_at = now + self.leases.seconds / 3
+        for source in [*self._sources.values(), *(p.source for p in self._pulls)]:
+            self.outbox.send(self._address(source), Renew(lease=source.lease))
+
+    def _address(self, source: KVSource) -> str:
+        return self.identity.addresses[source.instance, source.rank]
 
     def _poll_pulls(self) -> None:
         for pulling in list(self._pulls):
@@ -234,8 +252,7 @@ class RequestDesk:
         self.changed = True
 
     def _release(self, source: KVSource) -> None:
-        address = self.identity.addresses[source.instance, source.rank]
-        self.outbox.send(address, Release(lease=source.lease))
+        self.outbox.send(self._address(source), Release(lease=source.lease))
 
     def _send_stats(self) -> None:
         me, batch = self.identity, pack(self.log.take())

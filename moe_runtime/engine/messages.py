@@ -26,7 +26,6 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     instance: str
     rank: int
-    load_seconds: float
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -51,6 +50,12 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Decode rank -> prefill rank: the leased blocks are pulled (or not wanted any more)."""
+
+    lease: int
+
+
+class Renew(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode rank -> prefill rank: the leased blocks are still wanted."""
 
     lease: int
 
@@ -109,5 +114,5 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     timeline: RankTimeline
 
 
-ToRank = Hello | Submit | SubmitTransferred | Abort | Release | Wake | Collect | Shutdown
+ToRank = Hello | Submit | SubmitTransferred | Abort | Release | Renew | Wake | Collect | Shutdown
 ToFrontend = Ready | StepTokens | Prefilled | Refused | Stats

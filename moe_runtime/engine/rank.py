@@ -88,6 +88,7 @@ class RankEngine:
 
     def _propose(self) -> StepProposal:
         work = self.scheduler.propose()
+        self.desk.start_pulls()
         return StepProposal(
             decode_tokens=work.decode_tokens,
             prefill_tokens=work.prefill_tokens,

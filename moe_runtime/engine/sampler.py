@@ -33,6 +33,7 @@ def sample(
     for n in np.flatnonzero(temperature_N > 0):
         generator = torch.Generator().manual_seed(noise_seed(int(seed_N[n]), int(output_position_N[n])))
         exponential = torch.empty(logits_NV.shape[1]).exponential_(generator=generator)
-        scaled = logits_NV[n] / float(temperature_N[n])
+        # The largest logit becomes 0, so that no temperature, however small, overflows.
+        scaled = (logits_NV[n] - logits_NV[n].max()) / float(temperature_N[n])
         tokens_N[n] = (scaled - exponential.log().to(scaled.device)).argmax()
     return tokens_N

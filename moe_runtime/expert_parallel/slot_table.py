@@ -24,9 +24,10 @@ class SlotTable:
     def __init__(self, placement: Placement, *, source_rank: int, device: torch.device) -> None:
         start, slots = placement.replicas
         self.epoch = placement.epoch
-        self.replica_start = torch.from_numpy(start).to(device)
-        self.replica_slots = torch.from_numpy(slots).to(device)
-        self.cumulative = torch.from_numpy(placement.cumulative_csr).to(device)
+        # Copies: the placement stays what it is when the table is updated.
+        self.replica_start = torch.tensor(start, device=device)
+        self.replica_slots = torch.tensor(slots, device=device)
+        self.cumulative = torch.tensor(placement.cumulative_csr, device=device)
         self.offset = source_rank * FULL_RANGE // placement.num_ranks
         self._choose = select("choose_slots", device.type)
 

@@ -133,6 +133,11 @@ class Fleet:
             await self._wait_changed(5.0)
         return [self._steps[key] for key in self._addresses]
 
+    def raise_if_failed(self) -> None:
+        """Raise what ended the reader, if anything did: answers after that are no answers."""
+        if self._reader is not None and self._reader.done():
+            self._reader.result()
+
     async def shutdown(self) -> None:
         """Tell every rank to finish and stop; close the sockets."""
         for address in self._addresses.values():
@@ -162,13 +167,9 @@ class Fleet:
         try:
             await asyncio.wait_for(self._changed.wait(), seconds)
         except TimeoutError:
-            self._raise_if_reader_failed()
+            self.raise_if_failed()
             return False
         return True
-
-    def _raise_if_reader_failed(self) -> None:
-        if self._reader is not None and self._reader.done():
-            self._reader.result()
 
     def _handle(self, message: ToFrontend, now: float) -> None:
         match message:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 class DeploymentFacts:
     """A deployment as planned.
 
-    instances           names as in the records, `deployment/index`
+    instances           names as in the records, as `decode-0`
     expert_parallel     ranks of one instance
     kv_blocks           blocks of the primary KV group per rank
     """

@@ -79,7 +79,7 @@ COLUMNS = tuple(_DTYPES)
 class RankSteps:
     """The steps of one rank, in order, one array per column.
 
-    instance           name of the instance, `deployment/index`
+    instance           name of the instance, as `decode-0`
     deployment         prefill, decode or unified
     rank               rank within the instance
     step               int64 [S]: number of the step, the same on every rank of the instance

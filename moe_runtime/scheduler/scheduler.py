@@ -85,8 +85,11 @@ class Scheduler:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def check(self, prompt_len: int, max_tokens: int) -> None:
-        """Raise RequestRefused for a request that this rank could never finish."""
+    def check(self, prompt_len: int, max_tokens: int, *, handoff: bool = False) -> None:
+        """Raise RequestRefused for a request that this rank could never finish.
+
+        With `handoff` only the prompt has to fit here: the rest is generated elsewhere.
+        """
         total = prompt_len + max_tokens
         if prompt_len < 1 or max_tokens < 1:
             raise RequestRefused(
@@ -97,15 +100,17 @@ class Scheduler:
                 f"prompt {prompt_len} + max_tokens {max_tokens} exceed the model's "
                 f"{self.limits.max_positions} positions"
             )
-        if self.blocks_for(total) > self.limits.num_blocks:
+        if self.blocks_for(prompt_len if handoff else total) > self.limits.num_blocks:
             room = self.limits.num_blocks * self.limits.block_tokens
             raise RequestRefused(
-                f"prompt {prompt_len} + max_tokens {max_tokens} exceed the {room} tokens of kv_cache.blocks"
+                f"prompt {prompt_len}{'' if handoff else f' + max_tokens {max_tokens}'} exceed "
+                f"the {room} tokens of kv_cache.blocks"
             )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises RequestRefused for one that can never fit."""
-        self.check(sequence.prompt_len, sequence.request.sampling.max_tokens)
+        max_tokens = sequence.request.sampling.max_tokens
+        self.check(sequence.prompt_len, max_tokens, handoff=sequence.handoff)
         assert sequence.request.id not in self.by_request, f"request {sequence.request.id} is already here"
         self.by_request[sequence.request.id] = sequence
         self.waiting.append(sequence)
@@ -141,10 +146,6 @@ class Scheduler:
     @property
     def num_requests(self) -> int:
         return len(self.by_request)
-
-    @property
-    def num_pulling(self) -> int:
-        return int(((self.table.stamp >= 0) & ~self.table.ready).sum())
 
     # -- one step -----------------------------------------------------------------------------
 

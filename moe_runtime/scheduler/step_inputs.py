@@ -69,24 +69,3 @@ class StepInputs:
     @property
     def num_segments(self) -> int:
         return len(self.segment_context_P)
-
-
-def empty(num_groups: int = 1) -> StepInputs:
-    """The inputs of an idle rank."""
-    none = np.zeros(0, np.int32)
-    return StepInputs(
-        token_ids_T=none,
-        positions_T=none,
-        sequence_T=none,
-        kv_slots_GT=np.zeros((num_groups, 0), np.int64),
-        decode_blocks_DB=np.zeros((0, 0), np.int32),
-        decode_context_D=none,
-        segment_starts_P1=np.zeros(1, np.int32),
-        segment_context_P=none,
-        segment_blocks_PB=np.zeros((0, 0), np.int32),
-        sample_rows_N=none,
-        temperature_N=np.zeros(0, np.float32),
-        seed_N=np.zeros(0, np.int64),
-        output_position_N=none,
-        want_logits_N=np.zeros(0, bool),
-    )

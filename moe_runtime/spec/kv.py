@@ -54,10 +54,6 @@ class KVSpec:
     def token_bytes(self) -> int:
         return sum(g.token_bytes for g in self.groups)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks of the primary group that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.primary.block_tokens)
-
 
 def kv_spec(model: ModelSpec, *, block_tokens: int, dtype: str) -> KVSpec:
     """The KV groups of a model: one full-retention group for MLA latents or GQA heads."""

@@ -1,10 +1,10 @@
 """Leases: blocks that a prefill rank keeps for a decode rank to pull. Pure: `now` is an argument.
 
-A lease ends by release (the puller is done), by expiry, or by abort of its request; its blocks
-go back to the pool exactly once. Late or double releases are no-ops.
+A lease ends by release (the puller is done), by expiry without renewal, or by abort of its request;
+its blocks go back to the pool exactly once. Late or double releases are no-ops.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,9 +42,11 @@ class Leases:
         self._leases[lease.id] = lease
         return lease
 
-    def is_valid(self, lease_id: int, now: float) -> bool:
+    def renew(self, lease_id: int, now: float) -> None:
+        """Start the lease's time again; nothing happens if it is gone."""
         lease = self._leases.get(lease_id)
-        return lease is not None and now < lease.expiry
+        if lease is not None:
+            self._leases[lease_id] = replace(lease, expiry=now + self.seconds)
 
     def release(self, lease_id: int) -> NDArray[np.int32] | None:
         """The blocks to free, or None if the lease is gone already."""

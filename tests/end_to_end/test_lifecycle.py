@@ -216,6 +216,30 @@ def test_a_world_of_the_wrong_size_is_refused(tmp_path, checkpoints):
     wait_for(lambda: not left_running(tmp_path), 5, "end of all processes")
 
 
+def test_kv_reaches_an_idle_decode_instance_at_once(tmp_path, checkpoints):
+    """Between requests the decode instance is parked; the second token must not wait for a heartbeat."""
+    asked = trace(tmp_path / "trace.jsonl", 0, 1500, 3000, 4500, output=3)
+    deployments = {"prefill": {"expert_parallel": 1}, "decode": {"expert_parallel": 1}}
+    done = run(*bench_command(tmp_path, checkpoints["deepseek_v3"], deployments, asked))
+    assert done.code == 0, done.err
+    rows = load_report(tmp_path / "run.json").request_log
+    gaps = sorted(row.last_token - row.first_token for row in rows)
+    assert len(gaps) == 4
+    assert gaps[1] < 0.5, gaps
+
+
+def test_preemption_shows_in_the_report(tmp_path, checkpoints):
+    asked = trace(tmp_path / "trace.jsonl", *[0] * 12, output=60)
+    tight = {"kv_cache": {"blocks": 12}, "scheduler": {"chunk_tokens": 64}}
+    command = bench_command(tmp_path, checkpoints["deepseek_v3"], {"unified": tight}, asked)
+    done = run(*command)
+    assert done.code == 0, done.err
+    report = load_report(tmp_path / "run.json")
+    assert report.requests.preemptions > 0
+    assert report.requests.finished == 12
+    assert report.whole_run.output_tokens == 12 * 60
+
+
 def test_bench_reports_what_was_asked(tmp_path, checkpoints):
     """The demo's shape, on the tiny model: the counts of the report are those of the trace."""
     deployments = {

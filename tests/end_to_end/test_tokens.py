@@ -112,6 +112,26 @@ def test_scheduling_changes_no_token(tmp_path, checkpoints, references, variant)
     compare(references["deepseek_v3"], generate(tmp_path, checkpoints, "deepseek_v3", VARIANTS[variant]))
 
 
+def test_thirty_two_at_once(tmp_path, checkpoints, references):
+    """Every prompt twice: both copies give the reference's tokens."""
+    arguments, out, logits = files(tmp_path, checkpoints, "deepseek_v3", unified(2))
+    write_prompts(tmp_path / "prompts.jsonl", prompts("deepseek_v3") * 2, MAX_TOKENS)
+    done = moe(*arguments, "--set", "deployments.unified.scheduler.max_sequences=32")
+    assert done.code == 0, done.err
+    compare(references["deepseek_v3"] * 2, read_generated(out, logits))
+
+
+@pytest.mark.parametrize("deployments", ["unified", "split"])
+def test_two_micro_batches_change_no_token(tmp_path, checkpoints, references, deployments):
+    asked = {"overlap": {"micro_batches": 2}}
+    plans = {
+        "unified": unified(3, scheduler={"chunk_tokens": 50}, dispatch={"max_tokens": 16}, **asked),
+        "split": {"prefill": {"expert_parallel": 2, **asked}, "decode": {"expert_parallel": 2, **asked}},
+    }
+    generated = generate(tmp_path, checkpoints, "deepseek_v3", plans[deployments])
+    compare(references["deepseek_v3"], generated)
+
+
 def test_qwen_under_preemption_at_depth_1(tmp_path, checkpoints, references):
     deployments = unified(1, scheduler={"pipeline_depth": 1}, **TIGHT)
     compare(references["qwen3_moe"], generate(tmp_path, checkpoints, "qwen3_moe", deployments))

@@ -1,6 +1,9 @@
 """The command line is a contract: a change of it shows here."""
 
 import argparse
+import importlib
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +11,7 @@ from moe_runtime.errors import InputError
 from moe_runtime.launch import environment
 from moe_runtime.launch.cli import parser
 
+ROOT = Path(__file__).resolve().parents[2]
 FROZEN = {
     "make-checkpoint": "--family --out [--size] [--dtype] [--seed]",
     "check": "PLAN [--set] [--json]",
@@ -65,6 +69,25 @@ def test_launchers_are_recognised():
     mpirun = environment.detect({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"})
     assert mpirun is not None
     assert (mpirun.launcher, mpirun.rank, mpirun.world_size) == ("mpirun", 1, 4)
+
+
+def test_several_hosts_and_other_launchers_are_refused_by_name():
+    with pytest.raises(InputError, match="several hosts"):
+        environment.detect({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"})
+    with pytest.raises(InputError, match="SLURM_NTASKS is 4"):
+        environment.detect({"SLURM_NTASKS": "4"})
+    assert environment.detect({"SLURM_NTASKS": "1"}) is None
+
+
+def test_make_bench_calls_the_benchmark_as_it_wants_to_be_called():
+    recipe = (ROOT / "Makefile").read_text().split("\nbench:")[1].splitlines()[1]
+    arguments = recipe.split("benchmarks/speed.py")[1].replace("$(CHECKPOINT)", "checkpoints/x").split()
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        speed = importlib.import_module("speed")
+    finally:
+        sys.path.pop(0)
+    assert speed.parse_arguments(arguments).checkpoint == Path("checkpoints/x")
 
 
 @pytest.mark.parametrize("change", [{"RANK": "x"}, {"MASTER_PORT": "0"}, {"WORLD_SIZE": ""}])

@@ -106,10 +106,12 @@ def test_leases_end_exactly_once():
     first = leases.grant(10, blocks, now=0.0)
     second = leases.grant(11, blocks + 3, now=1.0)
     assert (first.id, second.id, leases.num_blocks) == (0, 1, 6)
-    assert leases.is_valid(0, now=1.9)
-    assert not leases.is_valid(0, now=2.0)
+    assert leases.expire(now=1.9) == []
     assert leases.next_expiry() == 2.0
-    assert [lease.id for lease in leases.expire(now=2.5)] == [0]
+    leases.renew(1, now=1.9)
+    leases.renew(7, now=1.9)
+    assert [lease.id for lease in leases.expire(now=3.5)] == [0]
+    assert leases.next_expiry() == 3.9
     assert leases.release(0) is None
     assert leases.release(1) is not None
     assert leases.release(1) is None

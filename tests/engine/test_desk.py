@@ -1,0 +1,287 @@
+"""A rank's desk: requests, leases and pulls come and go, and everything returns to the baseline."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+
+from moe_runtime.engine.clock import StepClock
+from moe_runtime.engine.desk import Identity, RequestDesk
+from moe_runtime.engine.messages import (
+    Abort,
+    Collect,
+    Hello,
+    Prefilled,
+    Ready,
+    Refused,
+    Release,
+    Renew,
+    Shutdown,
+    Stats,
+    StepTokens,
+    Submit,
+    SubmitTransferred,
+    ToFrontend,
+    ToRank,
+    Wake,
+)
+from moe_runtime.errors import LeaseExpired
+from moe_runtime.report.records import StepLog
+from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.spec.requests import Request, SamplingParams
+from moe_runtime.transfer.handoff import Handoff, KVSource
+from moe_runtime.transfer.leases import Leases
+
+BLOCKS = 32
+
+
+@dataclass
+class FakeInbox:
+    messages: list = field(default_factory=list)
+
+    def drain(self) -> list:
+        taken, self.messages = self.messages, []
+        # What travels must survive its encoding.
+        return [msgspec.msgpack.decode(msgspec.msgpack.encode(m), type=ToRank) for m in taken]
+
+
+@dataclass
+class FakeOutbox:
+    sent: list[tuple[str, object]] = field(default_factory=list)
+
+    def send(self, address: str, message: msgspec.Struct) -> None:
+        kind = ToFrontend if address == "frontend" else ToRank
+        self.sent.append((address, msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)))
+
+    def take(self, kind: type) -> list:
+        found = [m for _, m in self.sent if isinstance(m, kind)]
+        self.sent = [(a, m) for a, m in self.sent if not isinstance(m, kind)]
+        return found
+
+
+@dataclass
+class FakePull:
+    outcome: bool | Exception | None = None
+
+    def poll(self) -> bool | None:
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+@dataclass
+class FakeTransport:
+    pulls: list[FakePull] = field(default_factory=list)
+
+    def start_pull(self, source, blocks) -> FakePull:
+        assert len(blocks) * 4 >= source.num_tokens
+        self.pulls.append(FakePull())
+        return self.pulls[-1]
+
+    def close(self) -> None:
+        return None
+
+
+class Rank:
+    """A desk with a scheduler, and steps whose samples are all 3."""
+
+    def __init__(self, deployment: str, *, lease_seconds: float = 60.0, num_ranks: int = 1) -> None:
+        self.inbox, self.outbox, self.transport = FakeInbox(), FakeOutbox(), FakeTransport()
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                max_batch_tokens=64,
+                max_sequences=4,
+                chunk_tokens=16,
+                block_tokens=4,
+                num_blocks=BLOCKS,
+                max_positions=200,
+            )
+        )
+        name = f"{deployment}-0"
+        addresses = {("prefill-0", 0): "prefill", ("decode-0", 0): "decode", ("decode-0", 1): "peer"}
+        self.desk = RequestDesk(
+            identity=Identity(
+                instance=name, deployment=deployment, rank=0, num_ranks=num_ranks, addresses=addresses
+            ),
+            inbox=self.inbox,  # type: ignore[arg-type]
+            outbox=self.outbox,  # type: ignore[arg-type]
+            scheduler=self.scheduler,
+            log=StepLog(instance=name, deployment=deployment, rank=0, num_moe_layers=1),
+            clock=StepClock(),
+            eos_token_ids=(7,),
+            leases=Leases(lease_seconds),
+            pool=None,
+            transport=self.transport if deployment == "decode" else None,
+        )
+        self.give(Hello(frontend=0, address="frontend"))
+
+    def give(self, *messages: object) -> None:
+        self.inbox.messages.extend(messages)
+        self.desk.receive()
+
+    def step(self) -> None:
+        work = self.scheduler.propose()
+        self.desk.start_pulls()
+        if work.decode_tokens or work.prefill_tokens:
+            scheduled = self.scheduler.build(64)
+            tokens = np.full(len(scheduled.sampled), 3, np.int32)
+            self.desk.deliver(self.scheduler.commit(scheduled, tokens), {})
+        self.scheduler.check_invariants(leased=self.desk.leases.num_blocks)
+
+    def at_baseline(self) -> bool:
+        return (
+            self.scheduler.pool.num_free == BLOCKS
+            and self.scheduler.num_requests == 0
+            and len(self.desk.leases) == 0
+        )
+
+
+def request(i: int, length: int = 6, max_tokens: int = 5) -> Request:
+    return Request(id=i, prompt=[9] * length, sampling=SamplingParams(max_tokens=max_tokens))
+
+
+def handed_over(i: int, lease: int = 0, length: int = 6) -> SubmitTransferred:
+    source = KVSource(instance="prefill-0", rank=0, lease=lease, num_tokens=length, blocks=[[0, 1]])
+    return SubmitTransferred(
+        request=request(i, length), handoff=Handoff(request=i, first_token=3, source=source)
+    )
+
+
+def test_a_unified_request_gives_all_its_tokens():
+    rank = Rank("unified")
+    assert rank.outbox.take(Ready) == [Ready(instance="unified-0", rank=0)]
+    rank.give(Submit(request=request(1), handoff=False))
+    for _ in range(8):
+        rank.step()
+    batches = rank.outbox.take(StepTokens)
+    tokens = [t for b in batches for t in b.tokens]
+    assert [t.token for t in tokens] == [3] * 5
+    assert [t.finish_reason for t in tokens] == [None] * 4 + ["length"]
+    assert rank.at_baseline()
+
+
+def prefilled() -> Rank:
+    rank = Rank("prefill")
+    rank.give(Submit(request=request(1), handoff=True))
+    rank.step()
+    (message,) = rank.outbox.take(Prefilled)
+    assert message.handoff.first_token == 3
+    assert len(message.handoff.source.blocks[0]) == 2
+    assert not rank.at_baseline()
+    return rank
+
+
+def test_a_lease_ends_by_release_once():
+    rank = prefilled()
+    rank.give(Release(lease=0), Release(lease=0), Release(lease=5))
+    assert rank.at_baseline()
+
+
+def test_a_lease_ends_by_abort():
+    rank = prefilled()
+    rank.give(Abort(request=1))
+    assert rank.at_baseline()
+    rank.give(Release(lease=0))
+    assert rank.at_baseline()
+
+
+def test_a_lease_ends_by_itself_and_lives_on_while_it_is_renewed():
+    rank = prefilled()
+    (lease,) = rank.desk.leases.expire(1e12)
+    rank.desk.leases.seconds = 0.0
+    rank.desk.leases.grant(1, lease.blocks, now=0.0)
+    rank.desk.leases.seconds = 60.0
+    rank.inbox.messages.append(Renew(lease=1))
+    rank.desk.receive()
+    assert len(rank.desk.leases) == 1, "renewed in time"
+    rank.desk.leases.seconds = 0.0
+    rank.give(Renew(lease=1))
+    assert rank.at_baseline()
+
+
+@pytest.mark.parametrize("state", ["queued", "pulling", "decoding"])
+@pytest.mark.parametrize("outcome", [True, LeaseExpired("over")])
+def test_an_abort_on_the_decode_side_in_every_state(state, outcome):
+    rank = Rank("decode")
+    rank.give(handed_over(1))
+    if state != "queued":
+        rank.step()
+        assert len(rank.transport.pulls) == 1
+    if state == "decoding":
+        rank.transport.pulls[0].outcome = outcome
+        rank.give()
+        rank.step()
+    rank.give(Abort(request=1), Abort(request=1))
+    if state == "pulling":
+        assert not rank.at_baseline(), "blocks stay while something may still be written to them"
+        assert rank.desk.patience() < 0.01
+        rank.give(Shutdown())
+        assert not rank.desk.idle_stop, "a pull under way is not idle"
+        rank.transport.pulls[0].outcome = outcome
+        rank.give()
+    rank.step()
+    assert rank.at_baseline()
+    assert rank.outbox.take(Release) == [Release(lease=0)]
+
+
+@pytest.mark.parametrize("outcome", [True, LeaseExpired("over")])
+def test_a_pull_that_fails_is_made_good_by_recomputing(outcome):
+    rank = Rank("decode")
+    rank.give(handed_over(1))
+    rank.step()
+    rank.transport.pulls[0].outcome = outcome
+    rank.give()
+    for _ in range(8):
+        rank.step()
+    tokens = [t for b in rank.outbox.take(StepTokens) for t in b.tokens]
+    assert [t.token for t in tokens] == [3] * 4
+    assert rank.at_baseline()
+
+
+def test_leases_of_queued_requests_are_renewed():
+    rank = Rank("decode", lease_seconds=0.0)
+    rank.give(*(handed_over(i, lease=i) for i in range(6)))
+    rank.step()  # four rows: two stay queued
+    rank.outbox.take(Renew)
+    rank.give()
+    assert sorted(m.lease for m in rank.outbox.take(Renew)) == list(range(6))
+
+
+def test_a_request_that_cannot_fit_is_refused_and_its_lease_released():
+    rank = Rank("decode")
+    rank.give(handed_over(1, length=190))
+    (refusal,) = rank.outbox.take(Refused)
+    assert refusal.request == 1
+    assert refusal.reason.startswith("decode: prompt 190 + max_tokens 5 exceed")
+    assert rank.outbox.take(Release) == [Release(lease=0)]
+    assert rank.at_baseline()
+
+
+def test_a_prefill_rank_needs_room_for_the_prompt_only():
+    rank = Rank("prefill")
+    rank.give(Submit(request=request(1, length=100, max_tokens=90), handoff=True))
+    assert rank.outbox.take(Refused) == []
+    rank.give(Submit(request=request(2, length=150, max_tokens=5), handoff=True))
+    assert [r.request for r in rank.outbox.take(Refused)] == [2]
+
+
+def test_wakes_of_later_steps_are_remembered():
+    rank = Rank("decode", num_ranks=2)
+    rank.give(Wake(step=5), Wake(step=3))
+    assert rank.desk.wake_step == 5
+    rank.desk.wake_peers(9)
+    assert rank.outbox.sent[-1] == ("peer", Wake(step=9))
+
+
+def test_collected_steps_and_shutdown():
+    rank = Rank("unified")
+    rank.give(Collect())
+    (stats,) = rank.outbox.take(Stats)
+    assert stats.batch.num_steps == 0
+    assert stats.timeline.spans == []
+    rank.give(Submit(request=request(1), handoff=False), Shutdown())
+    assert not rank.desk.idle_stop
+    for _ in range(8):
+        rank.step()
+    assert rank.desk.idle_stop
