@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import platform
+import select
 import time
 from typing import Self
 
@@ -107,3 +108,27 @@ class Flag:
                 return False
             self.sleep(seen, left)
         return True
+
+
+class ProcessWatch:
+    """Tells whether another process has ended; zombies have. Not fooled by a reused pid."""
+
+    def __init__(self, pid: int) -> None:
+        try:
+            self._fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._fd = -1
+
+    @property
+    def gone(self) -> bool:
+        """True once the process has ended."""
+        if self._fd < 0:
+            return True
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -4,9 +4,10 @@ Each rank posts its vector into one of two buffers (by parity of the step) and t
 flag. A rank posts step n+2 only after it has read all of step n+1, which every rank posts only
 after reading all of step n: so two buffers are enough.
 
-Layout: [R] flags, one cache line each; then int64 [R, 2, words].
+Layout: [R] cache lines with a flag and the rank's pid; then int64 [R, 2, words].
 """
 
+import os
 import time
 from typing import Protocol
 
@@ -14,8 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.engine.agree import vector_words
-from moe_runtime.errors import StepTimeout
-from moe_runtime.shared_memory import CACHE_LINE, Flag, Window, WindowAddress
+from moe_runtime.errors import PeerLost, StepTimeout
+from moe_runtime.shared_memory import CACHE_LINE, Flag, ProcessWatch, Window, WindowAddress
+
+LOOK_SECONDS = 0.25  # how often a rank that waits looks whether the others still live
 
 
 class Exchange(Protocol):
@@ -40,6 +43,9 @@ class SharedExchange:
         self._timeout = timeout
         words = vector_words(num_ranks)
         self._flags = [Flag(window.array(np.int32, (1,), offset=r * CACHE_LINE)) for r in range(num_ranks)]
+        self._pids = [window.array(np.int64, (1,), offset=r * CACHE_LINE + 8) for r in range(num_ranks)]
+        self._pids[rank][0] = os.getpid()
+        self._peers: dict[int, ProcessWatch] = {}
         vectors = window.array(np.int64, (num_ranks, 2, words), offset=num_ranks * CACHE_LINE)
         self._vectors: NDArray[np.int64] = vectors.view(np.int64)
 
@@ -53,12 +59,23 @@ class SharedExchange:
         return cls(Window.open(address), rank=rank, num_ranks=num_ranks, timeout=timeout)
 
     def __call__(self, step: int, vector: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        """Raises StepTimeout naming the ranks that did not post in time."""
+        """Raises StepTimeout naming the ranks that did not post in time, PeerLost naming those that died."""
         half = step % 2
         self._vectors[self._rank, half] = vector
         self._flags[self._rank].set(step + 1)
         deadline = time.monotonic() + self._timeout
-        late = [r for r, flag in enumerate(self._flags) if not flag.wait(step + 1, deadline)]
+        late = [r for r in range(len(self._flags)) if not self._arrived(r, step, deadline)]
         if late:
             raise StepTimeout(step=step, operation="agreement", ranks=late, seconds=self._timeout)
         return [self._vectors[r, half].copy() for r in range(len(self._flags))]
+
+    def _arrived(self, rank: int, step: int, deadline: float) -> bool:
+        """Wait for a rank's proposal; False when the deadline passes first."""
+        flag = self._flags[rank]
+        while not flag.wait(step + 1, min(deadline, time.monotonic() + LOOK_SECONDS)):
+            if time.monotonic() >= deadline:
+                return False
+            pid = int(self._pids[rank][0])
+            if pid and self._peers.setdefault(rank, ProcessWatch(pid)).gone and flag.value < step + 1:
+                raise PeerLost.in_step(step=step, operation="agreement", ranks=[rank])
+        return True

@@ -1,5 +1,7 @@
 """Step agreement: a pure function, equal on every rank, and its wire form."""
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -18,7 +20,7 @@ from moe_runtime.engine.agree import (
     vector_words,
 )
 from moe_runtime.engine.exchange import SharedExchange
-from moe_runtime.errors import StepTimeout
+from moe_runtime.errors import PeerLost, StepTimeout
 
 LIMITS = AgreeLimits(max_batch_tokens=512, chunk_tokens=128, dispatch_max_tokens=256, low_latency_tokens=64)
 
@@ -143,6 +145,22 @@ def test_all_ranks_of_a_shared_exchange_see_the_same_vectors():
         t.join(60)
     assert seen[0] == [[1000 * step + r for r in range(ranks)] for step in range(steps)]
     assert all(s == seen[0] for s in seen)
+
+
+def test_a_dead_rank_is_named_long_before_the_deadline():
+    window = SharedExchange.create_window(2)
+    mine = SharedExchange(window, rank=0, num_ranks=2, timeout=60.0)
+    code = (
+        "import sys; from moe_runtime.engine.exchange import SharedExchange\n"
+        "from moe_runtime.shared_memory import WindowAddress\n"
+        f"address = WindowAddress({window.address.pid}, {window.address.fd}, {window.address.size})\n"
+        "SharedExchange.open(address, rank=1, num_ranks=2, timeout=60.0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="step 0: agreement: .*rank 1"):
+        mine(0, np.zeros(vector_words(2), np.int64))
+    assert time.monotonic() - began < 5
 
 
 def test_a_missing_rank_is_named_within_the_deadline():
