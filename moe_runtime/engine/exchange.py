@@ -77,5 +77,5 @@ class SharedExchange:
                 return False
             pid = int(self._pids[rank][0])
             if pid and self._peers.setdefault(rank, ProcessWatch(pid)).gone and flag.value < step + 1:
-                raise PeerLost.in_step(step=step, operation="agreement", ranks=[rank])
+                raise PeerLost.in_step(step=step, layer=-1, operation="agreement", ranks=[rank])
         return True
