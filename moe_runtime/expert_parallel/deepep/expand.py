@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.pairs import sort_pairs
+from moe_runtime.expert_parallel.pairs import local_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,19 @@ class Expansion:
 
 def plan_expansion(local_ids_NK: Tensor, *, slots: int, alignment: int) -> Expansion:
     """Group received rows by slot; every group starts at a multiple of `alignment`."""
-    ids_NK = local_ids_NK.long()
-    pairs = sort_pairs(ids_NK, ids_NK.new_zeros(ids_NK.shape, dtype=torch.float32), slots)
-    counts_s = pairs.counts_S
+    N, K = local_ids_NK.shape
+    pair_P, counts_s = local_pairs(local_ids_NK.long(), first_slot=0, num_slots=slots)
     padded_s = (counts_s + alignment - 1) // alignment * alignment
     starts_s = torch.cumsum(padded_s, 0) - padded_s
     rows = int(padded_s.sum())
     shift_s = starts_s - (torch.cumsum(counts_s, 0) - counts_s)
-    P = len(pairs.token_P)
-    place_P = torch.arange(P, device=ids_NK.device) + torch.repeat_interleave(shift_s, counts_s)
-    place_or_none = torch.cat([place_P, place_P.new_full((1,), rows)])
+    place_P = torch.arange(len(pair_P), device=pair_P.device) + torch.repeat_interleave(shift_s, counts_s)
+    place_NK = torch.full((N, K), rows, dtype=torch.int64, device=pair_P.device)
+    place_NK.view(-1)[pair_P] = place_P
     return Expansion(
-        token_P=pairs.token_P,
+        token_P=pair_P // max(K, 1),
         place_P=place_P,
-        place_NK=place_or_none[pairs.row_TK],
+        place_NK=place_NK,
         rows=rows,
         starts_s=starts_s.to(torch.int32),
         counts_s=counts_s.to(torch.int32),
@@ -56,7 +55,8 @@ def plan_expansion(local_ids_NK: Tensor, *, slots: int, alignment: int) -> Expan
 def expand(values_N: Tensor, plan: Expansion) -> Tensor:
     """[N, ...] -> [rows, ...]: each received row once per pair; rows in gaps are zero."""
     out = values_N.new_zeros(plan.rows, *values_N.shape[1:])
-    out[plan.place_P] = values_N[plan.token_P]
+    # As bytes: not every dtype can be indexed.
+    out.view(torch.uint8)[plan.place_P] = values_N.contiguous().view(torch.uint8)[plan.token_P]
     return out
 
 

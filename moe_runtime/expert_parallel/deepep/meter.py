@@ -40,6 +40,7 @@ class DeviceMeter(TransportMeter):
         pending, self._pending = self._pending, _Pending()
         totals = super().take()
         totals.received_rows += [int(n) for n in pending.received]
+        totals.rows_dispatched += sum(int(n) for n, _ in pending.dispatched)
         totals.bytes_dispatched += sum(int(n) * size for n, size in pending.dispatched)
         totals.bytes_combined += sum(int(n) * size for n, size in pending.combined)
         return totals

@@ -22,19 +22,19 @@ from moe_runtime.expert_parallel.deepep.expand import (
     plan_expansion,
     reduce,
 )
-from moe_runtime.expert_parallel.deepep.fp8 import dequantize, quantize
 from moe_runtime.expert_parallel.deepep.library import Library, call
 from moe_runtime.expert_parallel.deepep.meter import DeviceMeter
 from moe_runtime.expert_parallel.deepep.shape import Shape
+from moe_runtime.expert_parallel.payload import quantize
 
 
 @dataclass(slots=True)
 class _State:
-    """What the way back needs."""
+    """What the way back needs: DeepEP's handle, the grouping, rows to return to other ranks."""
 
     handle: Any
     expansion: Expansion
-    returned: Tensor
+    foreign_rows: Tensor
 
 
 @dataclass(slots=True)
@@ -43,24 +43,30 @@ class _Dispatch:
     received: tuple[Any, Tensor, Tensor]
     handle: Any
     event: Any
-    returned: Tensor
+    tokens_per_rank_R: Tensor
     posted: float
 
     def wait(self) -> GroupedRows:
-        began = time.monotonic()
+        buffer, began = self.buffer, time.monotonic()
         self.event.current_stream_wait()
-        self.buffer.meter.transfer(posted=self.posted, wait_began=began, done=time.monotonic())
+        buffer.meter.transfer(posted=self.posted, wait_began=began, done=time.monotonic())
         x, ids_NK, weights_NK = self.received
-        shape = self.buffer.shape
-        x_NH = dequantize(*x, shape.dtype) if isinstance(x, tuple) else x
-        plan = plan_expansion(ids_NK, slots=shape.slots_per_rank, alignment=self.buffer.alignment)
-        self.buffer.meter.totals.received_rows.append(len(plan.token_P))
+        shape = buffer.shape
+        x_NH, scales_NB = x if isinstance(x, tuple) else (x, None)
+        plan = plan_expansion(ids_NK, slots=shape.slots_per_rank, alignment=buffer.alignment)
+        own = self.tokens_per_rank_R[buffer.rank]
+        buffer.meter.dispatched(
+            received=plan.counts_s.sum(),
+            sent=self.tokens_per_rank_R.sum() - own,
+            row_bytes=shape.wire_row_bytes + shape.top_k * (8 + 4),
+        )
         return GroupedRows(
             x=expand(x_NH, plan),
             starts=plan.starts_s,
             counts=plan.counts_s,
             weights=pair_weights(weights_NK, plan),
-            state=_State(self.handle, plan, self.returned),
+            state=_State(self.handle, plan, len(x_NH) - own),
+            scales=None if scales_NB is None else expand(scales_NB, plan),
         )
 
 
@@ -79,24 +85,23 @@ class _Combine:
 
 
 class NormalBuffer:
-    """COLLECTIVE: see `buffer.Buffer`. `combine_order` is `backend`: bf16 sums per rank, then over ranks.
+    """COLLECTIVE: see `buffer.Buffer`; `combine_order` is `backend`.
 
-    Against a sum of the experts' bf16 outputs in exact arithmetic the result errs by at most
-    ((1 + 2**-8)**3 - 1) x sum |weight x output|: rounded once as weighted rows, once as sums per
-    rank, once at the end.
+    Against the exact sum of weight x bf16 output, a result errs by at most
+    ((1 + 2**-8)**3 - 1) x sum |weight x output|: it is rounded as weighted rows, as sums per rank
+    and at the end. The weighted rows are the experts' business, so their epilogue is in the bound.
     """
 
     combine_order: ClassVar[CombineOrder] = "backend"
 
     def __init__(self, library: Library, shape: Shape, *, group: Any, alignment: int = 1) -> None:
-        """COLLECTIVE. `alignment`: groups of received rows start at multiples of it.
-
-        PlanError names every limit that `shape` breaks.
+        """COLLECTIVE. `group` is what DeepEP takes; groups of received rows start at multiples of
+        `alignment`. PlanError names every limit that `shape` breaks.
         """
         shape.require("deepep_normal")
-        self.shape, self.alignment = shape, alignment
+        self.shape, self.alignment, self.rank = shape, alignment, group.rank()
         self.meter = DeviceMeter()
-        self._library, self._rank = library, group.rank()
+        self._library = library
         self._dispatch_config = library.buffer.get_dispatch_config(shape.ranks)
         self._combine_config = library.buffer.get_combine_config(shape.ranks)
         nvl_bytes, rdma_bytes = self._buffer_bytes()
@@ -115,41 +120,57 @@ class NormalBuffer:
         assert len(x_TH) <= self.shape.max_tokens, "more rows than a round carries"
         topk_idx = slot_ids_TK.to(self._library.topk_idx_dtype).contiguous()
         x = quantize(x_TH) if self.shape.fp8 else x_TH.contiguous()
-        buffer, event = self._buffer, self._library.buffer.capture()
-        layout = call(
-            buffer.get_dispatch_layout,
+        per_rank_R, per_rdma_rank, per_slot, in_rank_TR, event = call(
+            self._buffer.get_dispatch_layout,
             topk_idx=topk_idx,
             num_experts=self.shape.slots,
-            previous_event=event,
+            previous_event=self._library.buffer.capture(),
             async_finish=True,
             allocate_on_comm_stream=True,
         )
-        per_rank, per_rdma_rank, per_expert, in_rank, event = layout
-        received_x, received_idx, received_weights, _, handle, event = call(
-            buffer.dispatch,
+        received_x, ids_NK, weights_NK, _, handle, event = call(
+            self._buffer.dispatch,
             x=x,
-            num_tokens_per_rank=per_rank,
+            num_tokens_per_rank=per_rank_R,
             num_tokens_per_rdma_rank=per_rdma_rank,
-            is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert,
+            is_token_in_rank=in_rank_TR,
+            num_tokens_per_expert=per_slot,
             topk_idx=topk_idx,
             topk_weights=weights_TK.contiguous(),
-            expert_alignment=self.alignment,
             config=self._dispatch_config,
             previous_event=event,
             async_finish=True,
             allocate_on_comm_stream=True,
         )
-        event.current_stream_wait() if self._meters_now(per_rank) else None
-        return _Dispatch(
-            buffer=self,
-            received=(received_x, received_idx, received_weights),
-            handle=handle,
-            event=event,
-            returned=per_rank,
-            posted=posted,
-        )
+        return _Dispatch(self, (received_x, ids_NK, weights_NK), handle, event, per_rank_R, posted)
 
     def combine(self, y_NH: Tensor, rows: GroupedRows) -> _Combine:
-        """Sum the weighted outputs of this rank's slots per token, and send the sums back."""
-        raise NotImplementedError
+        """Sum the weighted outputs of this rank's slots per token and send the sums back."""
+        posted, state = time.monotonic(), rows.state
+        combined_TH, _, event = call(
+            self._buffer.combine,
+            x=reduce(y_NH, state.expansion),
+            handle=state.handle,
+            config=self._combine_config,
+            previous_event=self._library.buffer.capture(),
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        self.meter.combined(sent=state.foreign_rows, row_bytes=2 * self.shape.hidden)
+        return _Combine(self.meter, combined_TH, event, posted)
+
+    def close(self) -> None:
+        """Give DeepEP's memory back; the buffer is unusable afterwards."""
+        self._buffer.destroy()
+
+    def _buffer_bytes(self) -> tuple[int, int]:
+        """(NVLink, RDMA) bytes: what the larger of the two configurations asks for.
+
+        These methods are compiled and take no keywords.
+        """
+        row, ranks = 2 * self.shape.hidden, self.shape.ranks
+        configs = (self._dispatch_config, self._combine_config)
+        return (
+            max(c.get_nvl_buffer_size_hint(row, ranks) for c in configs),
+            max(c.get_rdma_buffer_size_hint(row, ranks) for c in configs),
+        )

@@ -9,10 +9,11 @@ from typing import Literal
 import torch
 
 from moe_runtime.errors import PlanError
+from moe_runtime.expert_parallel.payload import Payload
 from moe_runtime.spec.limits import DispatchSizes, LimitKind, violations
 
 Mode = Literal["deepep_normal", "deepep_low_latency", "deepep_elastic"]
-Payload = Literal["bfloat16", "float8_e4m3"]
+PayloadName = Literal["bfloat16", "float8_e4m3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,7 @@ class Shape:
     top_k: int
     max_tokens: int
     ranks_per_node: int = 8
-    payload: Payload = "bfloat16"
+    payload: PayloadName = "bfloat16"
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -42,8 +43,9 @@ class Shape:
         return self.payload == "float8_e4m3"
 
     @property
-    def row_bytes(self) -> int:
-        return self.hidden * (1 if self.fp8 else 2)
+    def wire_row_bytes(self) -> int:
+        """A row as it travels in a dispatch, its scales included."""
+        return Payload(self.payload).row_bytes(self.hidden)
 
     @property
     def sizes(self) -> DispatchSizes:
@@ -53,7 +55,7 @@ class Shape:
             hidden=self.hidden,
             top_k=self.top_k,
             max_tokens=self.max_tokens,
-            row_bytes=self.row_bytes,
+            row_bytes=Payload(self.payload).value_bytes(self.hidden),
             ranks_per_node=self.ranks_per_node,
         )
 
