@@ -86,17 +86,28 @@ def nearest_link(
 
 
 def improve(
-    current: State, trade: Trade, goal_L: NDArray[np.float64], *, steps: int, slots: int, weighted: bool
+    current: State,
+    trade: Trade,
+    goal_L: NDArray[np.float64],
+    *,
+    steps: int,
+    slots: int,
+    weighted: bool,
+    stay_L: NDArray[np.float64],
 ) -> State:
-    """The cheapest plan on the road from `current`; `current` itself is left as it is."""
+    """The cheapest plan on the road from `current`, which itself is left as it is.
+
+    Layers whose peak, with levelled shares if weighted, is at most `stay_L` do not move.
+    """
     L = len(current.units_LE)
     best = current.take(np.arange(L))
     if weighted:
         level_shares(best, goal_L, 20)
     origin_LRN = current.expert_LRN
-    part, active = best.take(np.arange(L)), np.arange(L)
+    active = np.flatnonzero(best.peak_L > stay_L)
+    part = best.take(active)
     best_cost_L = trade.cost(best, origin_LRN)
-    idle_L = np.zeros(L, np.int64)
+    idle_L = np.zeros(len(active), np.int64)
     for _ in range(steps):
         active, part, idle_L = _drop(
             active, part, idle_L, part.peak_L > np.maximum(goal_L, trade.floor_L)[active]

@@ -37,6 +37,8 @@ def solve(
     current: Placement | None = None,
     horizon: float | None = None,
     expert_bytes: float = 1.0,
+    uncertainty: ArrayLike = 0.0,
+    min_gain: float = 0.0,
     quality: Literal["default", "best"] = "default",
     split: Literal["weighted", "equal"] = "weighted",
     effort: Effort | None = None,
@@ -53,6 +55,10 @@ def solve(
               decision; None: reach the balance of a new plan, with as few moves as that takes
     expert_bytes  of one expert's weights in a layer; with the topology's links the price of a move
     split     "weighted": replicas may carry unequal shares; "equal": the placement says nothing of them
+    uncertainty   relative standard error of the loads, [L] or one number. A new plan fits the errors too,
+              so a layer stays as it is (but for its split weights) unless a new plan would lower its peak
+              by more than such errors feign
+    min_gain  and by this part of the new plan's peak on top
     effort    instead of `quality`
     fill      leave no slot empty even if an expert then has more replicas than there are ranks
 
@@ -61,13 +67,16 @@ def solve(
     """
     load = check_load(load_LE)
     work = EFFORTS.get(quality) if effort is None else effort
-    _check(load, topology, slots, groups, current, horizon, expert_bytes, quality, split)
+    _check(
+        load, topology, slots, groups, current, horizon, expert_bytes, uncertainty, min_gain, quality, split
+    )
     assert work is not None
     task = _Task(load, topology, slots, work, split == "weighted", fill)
     state = task.from_nothing()
     by_node_L = task.take_nodes(state, groups) if groups > 1 else np.zeros(len(load), bool)
     if current is not None:
-        state, by_node_L = task.from_current(state, by_node_L, current, horizon, expert_bytes)
+        stay_L = task.allowance(state, uncertainty, min_gain)
+        state, by_node_L = task.from_current(state, by_node_L, current, horizon, expert_bytes, stay_L)
     return task.answer(state, by_node_L, current, horizon, expert_bytes)
 
 
@@ -151,6 +160,18 @@ class _Task:
             by_node_L[layers] = True
         return by_node_L
 
+    def allowance(self, fresh: State, uncertainty: ArrayLike, min_gain: float) -> NDArray[np.float64]:
+        """float64 [L]: the peak up to which a layer of the current placement is left alone.
+
+        The largest of R rank loads with independent relative errors s exceeds their mean by about
+        s sqrt(2 ln R); errors of the slots of a rank partly cancel.
+        """
+        square = np.square(fresh.share_LRN / np.maximum(fresh.load_LR, 1)[:, :, None]).sum(axis=2)
+        rank_error_L = np.asarray(uncertainty, np.float64) * np.sqrt(square).mean(axis=1)
+        noise_L = rank_error_L * np.sqrt(2 * np.log(max(self.R, 2)))
+        stay_L: NDArray[np.float64] = fresh.peak_L * (1 + noise_L + min_gain)
+        return stay_L
+
     def from_current(
         self,
         fresh: State,
@@ -158,6 +179,7 @@ class _Task:
         current: Placement,
         horizon: float | None,
         expert_bytes: float,
+        stay_L: NDArray[np.float64],
     ) -> tuple[State, NDArray[np.bool_]]:
         """The cheapest of staying, going on from `current`, and the fresh plan with its ranks renamed."""
         table = current.slot_to_expert_LS.astype(np.int64).reshape(len(self.load), self.R, self.N)
@@ -177,9 +199,11 @@ class _Task:
             steps=self.effort.steps,
             slots=self.slots,
             weighted=self.weighted,
+            stay_L=stay_L,
         )
         road_cost = trade.cost(road, table)
-        worth = np.flatnonzero(road_cost > price_L * np.maximum(fresh.peak_L, floor_L))
+        unsettled = road.peak_L > stay_L
+        worth = np.flatnonzero(unsettled & (road_cost > price_L * np.maximum(fresh.peak_L, floor_L)))
         renamed = State.of(
             rename(fresh.expert_LRN[worth], table[worth], self.topology, self.E, by_node_L[worth]),
             self.units[worth],
@@ -261,6 +285,8 @@ def _check(
     current: Placement | None,
     horizon: float | None,
     expert_bytes: float,
+    uncertainty: ArrayLike,
+    min_gain: float,
     quality: str,
     split: str,
 ) -> None:
@@ -273,9 +299,12 @@ def _check(
         raise BalanceError(f"quality = {quality!r}: one of {', '.join(EFFORTS)}")
     if split not in ("weighted", "equal"):
         raise BalanceError(f"split = {split!r}: weighted or equal")
-    for name, value in (("horizon", horizon), ("expert_bytes", expert_bytes)):
+    for name, value in (("horizon", horizon), ("expert_bytes", expert_bytes), ("min_gain", min_gain)):
         if value is not None and not (np.isfinite(value) and value >= 0):
             raise BalanceError(f"{name} = {value}: must be a finite number >= 0")
+    error = np.asarray(uncertainty, np.float64)
+    if error.shape not in ((), (L,)) or not (np.isfinite(error) & (error >= 0)).all():
+        raise BalanceError(f"uncertainty = {uncertainty!r}: one number >= 0, or one for each of {L} layers")
     if current is None:
         return
     width = topology.slots_per_rank(slots) * topology.num_ranks

@@ -175,7 +175,7 @@ def _validate(table: NDArray[np.int32], num_experts: int, num_ranks: int) -> Non
     if table.size and (table.min() < -1 or table.max() >= num_experts):
         layer, slot = (int(i) for i in np.argwhere((table < -1) | (table >= num_experts))[0])
         raise PlacementError(
-            f"layer {layer}, slot {slot}: expert ids must lie in -1..{num_experts - 1}, "
+            f"layer {layer}, slot {slot}: expert ids must lie in -1..{num_experts - 1},"
             f" found {table[layer, slot]}"
         )
     counts = count_experts(table, num_experts)

@@ -1,0 +1,105 @@
+"""RebalancePolicy: when to move experts, and which. Pure: no clock, no process group, no state of its own."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_runtime.eplb.errors import BalanceError
+from moe_runtime.eplb.solution import Solution
+from moe_runtime.eplb.solve import solve
+from moe_runtime.eplb.window import LoadWindow
+from moe_runtime.placement.placement import Placement
+from moe_runtime.placement.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What to do now.
+
+    action    "wait": keep the placement; "resplit": same slots, new split weights, nothing moves;
+              "move": fill the slots of `solution.moves`
+    solution  what was solved; None if there was nothing to go by
+    why       in words, for the log
+    """
+
+    action: Literal["wait", "resplit", "move"]
+    solution: Solution | None
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RebalancePolicy:
+    """Moves only what pays: the predicted saving over the horizon has to exceed the cost of moving.
+
+    seconds_per_pair  what one more pair on the heaviest rank of a layer costs a window
+    horizon_windows   windows over which a better placement is expected to pay, while the load is steady
+    drift_windows     the same while it drifts: what is gained is lost again soon
+    expert_bytes      of one expert's weights in a layer
+    hysteresis        the saving must exceed the cost this many times
+    min_gain          a layer's peak has to fall by more than this part, or the layer stays
+    least_error       relative error of steady loads that is assumed at least: a plan made from one window
+                      with such noise is not touched when later windows average it out
+    drift_error       the same while the load drifts
+    """
+
+    topology: Topology
+    slots: int
+    seconds_per_pair: float
+    expert_bytes: float
+    horizon_windows: float = 32.0
+    drift_windows: float = 4.0
+    hysteresis: float = 2.0
+    min_gain: float = 0.01
+    least_error: float = 0.065
+    drift_error: float = 0.03
+    groups: int = 1
+    split: Literal["weighted", "equal"] = "weighted"
+    quality: Literal["default", "best"] = "default"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "seconds_per_pair",
+            "expert_bytes",
+            "horizon_windows",
+            "drift_windows",
+            "min_gain",
+            "least_error",
+            "drift_error",
+        ):
+            if not getattr(self, name) >= 0:
+                raise BalanceError(f"{name} = {getattr(self, name)}: must be a number >= 0")
+        if not self.hysteresis >= 1:
+            raise BalanceError(f"hysteresis = {self.hysteresis}: must be at least 1")
+
+    def decide(self, window: LoadWindow, current: Placement) -> Decision:
+        """Decide after a window has been observed. Every rank with the same window decides the same."""
+        if window.windows == 0:
+            return Decision(action="wait", solution=None, why="no load has been seen")
+        windows = self.horizon_windows if window.steady else self.drift_windows
+        least_error = self.least_error if window.steady else self.drift_error
+        horizon = self.seconds_per_pair * windows
+        solution = solve(
+            window.load_LE,
+            self.topology,
+            self.slots,
+            groups=self.groups,
+            current=current,
+            horizon=horizon / self.hysteresis,
+            expert_bytes=self.expert_bytes,
+            uncertainty=max(window.estimate_error, least_error),
+            min_gain=self.min_gain,
+            quality=self.quality,
+            split=self.split,
+        )
+        assert solution.moves is not None
+        assert solution.before_L is not None
+        saved = horizon * float((solution.before_L - solution.peak_L).sum())
+        if len(solution.moves):
+            layers = int((solution.moves.moves_L > 0).sum())
+            why = (
+                f"{len(solution.moves)} moves in {layers} layers take {solution.move_seconds:.3g} s"
+                f" and save {saved:.3g} s over {windows:g} windows"
+            )
+            return Decision(action="move", solution=solution, why=why)
+        if solution.placement.cumulative_csr.tobytes() != current.cumulative_csr.tobytes():
+            return Decision(action="resplit", solution=solution, why=f"new split weights save {saved:.3g} s")
+        return Decision(action="wait", solution=solution, why="nothing pays")
