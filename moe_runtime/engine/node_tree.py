@@ -1,8 +1,9 @@
 """All-gather of small fixed-size blocks over a tree of node leaders, by TCP. No torch.
 
 Leaders form a k-ary tree (children of i are k*i+1 .. k*i+k). Blocks travel up, each node adding
-its own, and the whole comes down: 2 * depth hops, 2 * (N - 1) messages. Everything has a fixed
-size, so a message is a header and one array; nothing is parsed.
+its own, and the whole comes down: 2 * depth hops, 2 * (N - 1) messages. Blocks lie in preorder, so
+a subtree is one piece of the buffer: it is received in place and sent from there, never parsed.
+A message is a header, one presence byte per node, and the blocks.
 
 A node whose connection breaks, and what hangs below it, is reported as missing from then on; a
 node that loses its way to the root raises PeerLost. N nodes, B bytes per block.
@@ -17,8 +18,28 @@ from typing import NoReturn
 
 from moe_runtime.errors import PeerLost, StepTimeout
 
-_HEADER = struct.Struct("<qq")  # step, number of missing nodes in this message
+_HEADER = struct.Struct("<q")  # step
 Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """All blocks of a step. `blocks` is valid until the next `allgather`.
+
+    present  bytes [N]: 1 where the node's block is here; by node number
+    blocks   [N * B] in the order `order` of node numbers
+    """
+
+    order: tuple[int, ...]
+    present: bytes
+    blocks: memoryview
+
+    def block(self, node: int) -> memoryview | None:
+        """The block of a node, None if it is gone."""
+        if not self.present[node]:
+            return None
+        size, place = len(self.blocks) // len(self.order), self.order.index(node)
+        return self.blocks[place * size : (place + 1) * size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +57,7 @@ class TreeShape:
         return list(range(first, min(first + self.arity, self.num_nodes)))
 
     def subtree(self, node: int) -> list[int]:
-        """The node and all below it, in the order in which their blocks travel."""
+        """The node and all below it, in preorder: the order in which their blocks travel."""
         return [node, *(n for child in self.children(node) for n in self.subtree(child))]
 
     @property
@@ -54,12 +75,18 @@ class NodeTree:
     def __init__(self, node: int, shape: TreeShape, *, block_bytes: int, timeout: float) -> None:
         self.node = node
         self.shape = shape
-        self._block = block_bytes
         self._timeout = timeout
         self._listener: socket.socket | None = None
         self._up: socket.socket | None = None
         self._down: dict[int, socket.socket] = {}
-        self.missing: set[int] = set()
+        order = self._order = tuple(shape.subtree(0))
+        self._header = memoryview(bytearray(_HEADER.size))
+        self._present = memoryview(bytearray(len(order)))
+        self._blocks = memoryview(bytearray(len(order) * block_bytes))
+        self._pieces = {n: self._piece(n, block_bytes) for n in (0, node, *shape.children(node))}
+        place = order.index(node)
+        self._own = self._blocks[place * block_bytes : (place + 1) * block_bytes]
+        self._own_place = place
 
     def listen(self, host: str = "127.0.0.1") -> Address:
         """Open this node's port (a free one) for its children; returns its address."""
@@ -77,35 +104,38 @@ class NodeTree:
             self._up.sendall(self.node.to_bytes(4, "little"))
         expected = set(self.shape.children(self.node))
         assert self._listener is not None, "listen first"
-        while expected - set(self._down):
+        while missing := expected - set(self._down):
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 child, _ = self._listener.accept()
             except TimeoutError:
-                self._raise_timeout(-1, "connecting the agreement tree", sorted(expected - set(self._down)))
+                self._raise_timeout(-1, "connecting the agreement tree", sorted(missing))
             self._tune(child)
-            self._down[int.from_bytes(self._receive(child, 4), "little")] = child
+            name = bytearray(4)
+            _receive(child, [memoryview(name)])
+            self._down[int.from_bytes(name, "little")] = child
         self._listener.close()
 
-    def allgather(self, step: int, block: bytes) -> list[bytes | None]:
-        """COLLECTIVE over nodes: everybody's block of this step, None for nodes that are gone.
+    def allgather(self, step: int, block: bytes | memoryview) -> Gathered:
+        """COLLECTIVE over nodes: everybody's block of this step.
 
         Raises StepTimeout (a node is silent) and PeerLost (the way to the root is gone).
         """
-        assert len(block) == self._block
-        gathered = self._gather(step, block)
-        if self._up is None:
-            whole = self._encode(step, gathered, range(self.shape.num_nodes))
-        else:
-            whole = self._exchange_with_parent(step, gathered)
+        self._own[:] = block
+        self._present[self._own_place] = 1
+        for child in list(self._down):
+            self._receive_subtree(step, child)
+        if self._up is not None:
+            self._exchange_with_parent(step, self._up)
         for child, connection in list(self._down.items()):
             try:
-                connection.sendall(whole)
+                self._send(step, connection, 0)
             except OSError:
                 self._lose(child)
-        blocks = self._decode(step, whole, range(self.shape.num_nodes), "root")
-        self.missing = {n for n in range(self.shape.num_nodes) if n not in blocks}
-        return [blocks.get(n) for n in range(self.shape.num_nodes)]
+        present = bytearray(len(self._order))
+        for place, node in enumerate(self._order):
+            present[node] = self._present[place]
+        return Gathered(self._order, bytes(present), self._blocks)
 
     def close(self) -> None:
         for connection in (self._listener, self._up, *self._down.values()):
@@ -114,71 +144,79 @@ class NodeTree:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _gather(self, step: int, block: bytes) -> dict[int, bytes]:
-        gathered = {self.node: block}
-        for child, connection in list(self._down.items()):
-            nodes = self.shape.subtree(child)
-            try:
-                message = self._receive(connection, self._size(len(nodes)))
-            except TimeoutError:
-                self._raise_timeout(step, "agreement", nodes)
-            except OSError:
-                self._lose(child)
-                continue
-            gathered.update(self._decode(step, message, nodes, f"node {child}"))
-        return gathered
+    def _piece(self, node: int, block_bytes: int) -> list[memoryview]:
+        """Presence bytes and blocks of a subtree: views into the whole."""
+        start, count = self._order.index(node), len(self.shape.subtree(node))
+        return [
+            self._present[start : start + count],
+            self._blocks[start * block_bytes : (start + count) * block_bytes],
+        ]
 
-    def _exchange_with_parent(self, step: int, gathered: dict[int, bytes]) -> bytes:
-        assert self._up is not None
+    def _receive_subtree(self, step: int, child: int) -> None:
+        try:
+            self._receive(step, self._down[child], child, f"node {child}")
+        except TimeoutError:
+            self._raise_timeout(step, "agreement", self.shape.subtree(child))
+        except OSError:
+            self._lose(child)
+
+    def _exchange_with_parent(self, step: int, up: socket.socket) -> None:
         parent = self.shape.parent(self.node)
         try:
-            self._up.sendall(self._encode(step, gathered, self.shape.subtree(self.node)))
-            return self._receive(self._up, self._size(self.shape.num_nodes))
+            self._send(step, up, self.node)
+            self._receive(step, up, 0, f"node {parent}")
         except TimeoutError:
-            self._raise_timeout(step, "agreement", [n for n in range(self.shape.num_nodes) if n != self.node])
+            self._raise_timeout(step, "agreement", [n for n in sorted(self._order) if n != self.node])
         except OSError as error:
             raise PeerLost(
                 f"step {step}: node {parent} is gone, and with it the way to the others"
             ) from error
 
-    def _size(self, nodes: int) -> int:
-        return _HEADER.size + nodes * (1 + self._block)
+    def _send(self, step: int, connection: socket.socket, subtree: int) -> None:
+        _send(connection, [memoryview(_HEADER.pack(step)), *self._pieces[subtree]])
 
-    def _encode(self, step: int, blocks: dict[int, bytes], nodes: Sequence[int]) -> bytes:
-        present = bytes(n in blocks for n in nodes)
-        empty = bytes(self._block)
-        missing = len(nodes) - sum(present)
-        return b"".join((_HEADER.pack(step, missing), present, *(blocks.get(n, empty) for n in nodes)))
-
-    def _decode(self, step: int, message: bytes, nodes: Sequence[int], sender: str) -> dict[int, bytes]:
-        theirs, _ = _HEADER.unpack_from(message)
+    def _receive(self, step: int, connection: socket.socket, subtree: int, sender: str) -> None:
+        _receive(connection, [self._header, *self._pieces[subtree]])
+        (theirs,) = _HEADER.unpack(self._header)
         if theirs != step:
             raise PeerLost(f"{sender} is at step {theirs}, this node at step {step}")
-        present, start = message[_HEADER.size : _HEADER.size + len(nodes)], _HEADER.size + len(nodes)
-        cut = memoryview(message)
-        return {
-            n: bytes(cut[start + i * self._block : start + (i + 1) * self._block])
-            for i, n in enumerate(nodes)
-            if present[i]
-        }
-
-    def _receive(self, connection: socket.socket, size: int) -> bytes:
-        """Exactly `size` bytes; ConnectionError when the peer closes, TimeoutError when it is silent."""
-        buffer = bytearray(size)
-        view, got = memoryview(buffer), 0
-        while got < size:
-            count = connection.recv_into(view[got:])
-            if count == 0:
-                raise ConnectionResetError("connection closed")
-            got += count
-        return bytes(buffer)
 
     def _tune(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(self._timeout)
 
     def _lose(self, child: int) -> None:
+        """What hangs below the child is missing from now on."""
         self._down.pop(child).close()
+        present, blocks = self._pieces[child]
+        present[:] = bytes(len(present))
+        blocks[:] = bytes(len(blocks))
 
     def _raise_timeout(self, step: int, operation: str, nodes: Sequence[int]) -> NoReturn:
         raise StepTimeout(step=step, operation=f"{operation} of nodes", ranks=nodes, seconds=self._timeout)
+
+
+def _receive(connection: socket.socket, pieces: list[memoryview]) -> None:
+    """Fill all pieces; ConnectionError when the peer closes, TimeoutError when it is silent."""
+    while pieces:
+        count = connection.recvmsg_into(pieces)[0]
+        if count == 0:
+            raise ConnectionResetError("connection closed")
+        pieces = _rest(pieces, count)
+
+
+def _send(connection: socket.socket, pieces: list[memoryview]) -> None:
+    """Send all pieces, in one call unless the kernel takes only a part."""
+    while pieces:
+        pieces = _rest(pieces, connection.sendmsg(pieces))
+
+
+def _rest(pieces: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of pieces after `count` bytes; empty ones are dropped."""
+    left = []
+    for piece in pieces:
+        cut = min(count, len(piece))
+        count -= cut
+        if cut < len(piece):
+            left.append(piece[cut:])
+    return left

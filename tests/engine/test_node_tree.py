@@ -44,7 +44,8 @@ class Nodes:
                     if act is False:
                         tree.close()
                         return
-                    blocks = tree.allgather(step, (1000 * step + node).to_bytes(8, "little"))
+                    gathered = tree.allgather(step, (1000 * step + node).to_bytes(8, "little"))
+                    blocks = [gathered.block(n) for n in range(len(self.trees))]
                     self.results[node].append(
                         [None if b is None else int.from_bytes(b, "little") for b in blocks]
                     )
