@@ -38,14 +38,14 @@ class RebalancePolicy:
     min_gain          a layer's peak has to fall by more than this part, or the layer stays
     least_error       relative error of steady loads that is assumed at least: a plan made from one window
                       with such noise is not touched when later windows average it out
-    drift_error       the same while the load drifts
+    drift_error       relative error that is assumed of loads that drift, which rest on the last window
     """
 
     topology: Topology
     slots: int
     seconds_per_pair: float
     expert_bytes: float
-    horizon_windows: float = 32.0
+    horizon_windows: float = 256.0
     drift_windows: float = 4.0
     hysteresis: float = 2.0
     min_gain: float = 0.01
@@ -75,7 +75,7 @@ class RebalancePolicy:
         if window.windows == 0:
             return Decision(action="wait", solution=None, why="no load has been seen")
         windows = self.horizon_windows if window.steady else self.drift_windows
-        least_error = self.least_error if window.steady else self.drift_error
+        error = max(window.estimate_error, self.least_error) if window.steady else self.drift_error
         horizon = self.seconds_per_pair * windows
         solution = solve(
             window.load_LE,
@@ -85,7 +85,7 @@ class RebalancePolicy:
             current=current,
             horizon=horizon / self.hysteresis,
             expert_bytes=self.expert_bytes,
-            uncertainty=max(window.estimate_error, least_error),
+            uncertainty=error,
             min_gain=self.min_gain,
             quality=self.quality,
             split=self.split,
