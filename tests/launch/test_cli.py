@@ -18,6 +18,8 @@ FROZEN = {
     "generate": "PLAN [--set] --prompts --out [--logits] [--timeline-out]",
     "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--timeline-out]",
     "report": "RUN.json+",
+    "eplb": "--load --topology --slots [--current] --out [--groups] [--quality] [--split] [--expert-bytes]"
+    " [--horizon] [--plot]",
 }
 
 
