@@ -8,21 +8,26 @@ H hidden, s local slots.
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 CombineOrder = Literal["topk_fp32", "backend"]
+RowLayout = Literal["grouped", "masked"]
 Result = TypeVar("Result", covariant=True)
+
+SCALE_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedRows:
     """Received rows in order (slot, source rank, token): prefill, and everything on CPU.
 
-    x        [N, H]; rows in gaps between groups (aligned starts) are zero
+    x        [N, H] as it travelled; rows in gaps between groups (aligned starts) are zero
     starts   int32 [s], first row of each local slot
     counts   int32 [s], rows of each local slot
     weights  [N] fp32 or None. Not None: the expert epilogue multiplies, None: the backend does
     state    whatever the backend needs to bring the rows back; opaque to everybody else
+    scales   fp32 [N, H / 128] if x is fp8: the value of an element is x times its block's scale
     """
 
     x: Tensor
@@ -30,25 +35,50 @@ class GroupedRows:
     counts: Tensor
     weights: Tensor | None
     state: Any
+    scales: Tensor | None = None
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """[N, H] in the dtype the experts compute in; x itself if it travelled in that."""
+        return _values(self.x, self.scales, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedRows:
-    """Received rows with static shapes: decode on a device.
+    """Received rows with static shapes: decode on a device. capacity = ranks x tokens per rank and round.
 
-    x        [s, capacity, H]; the first counts[i] rows of slot i are valid
+    x        [s, capacity, H] as it travelled; the first counts[i] rows of slot i are valid, in order
+             (source rank, token) unless the backend says otherwise; the others hold anything
     counts   int32 [s]
     weights  [s, capacity] fp32 or None, as in GroupedRows
     state    opaque
+    scales   fp32 [s, capacity, H / 128] if x is fp8, as in GroupedRows
     """
 
     x: Tensor
     counts: Tensor
     weights: Tensor | None
     state: Any
+    scales: Tensor | None = None
+
+    @property
+    def starts(self) -> Tensor:
+        """int32 [s]: first row of each slot in x seen as [s * capacity, H]."""
+        s, capacity = self.x.shape[:2]
+        return torch.arange(0, s * capacity, capacity, dtype=torch.int32, device=self.x.device)
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """[s, capacity, H] in the dtype the experts compute in; x itself if it travelled in that."""
+        return _values(self.x, self.scales, dtype)
 
 
 Rows = GroupedRows | MaskedRows
+
+
+def _values(x: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if scales is None:
+        return x.to(dtype)
+    blocks = x.float().view(*x.shape[:-1], scales.shape[-1], SCALE_BLOCK)
+    return blocks.mul_(scales.unsqueeze(-1)).view(x.shape).to(dtype)
 
 
 class Sent(Protocol, Generic[Result]):
@@ -66,13 +96,16 @@ class Buffer(Protocol):
 
     combine_order: ClassVar[CombineOrder]
 
-    def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> Sent[GroupedRows]:
+    def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> Sent[Rows]:
         """Send row t to each slot of slot_ids_TK[t] (int64, -1 sends nothing). T = 0 is legal.
 
         `weights_TK` fp32 already include the routed scale.
         """
         ...
 
-    def combine(self, y_NH: Tensor, rows: GroupedRows) -> Sent[Tensor]:
-        """Bring expert outputs back: [T, H] in the dtype of y, the weighted sum over top-k."""
+    def combine(self, y: Tensor, rows: Rows) -> Sent[Tensor]:
+        """Bring expert outputs back: [T, H] in the dtype of y, the weighted sum over top-k.
+
+        y has the shape of `rows.x`; what it holds where `rows` has no valid row does not matter.
+        """
         ...

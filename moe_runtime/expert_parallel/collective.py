@@ -1,10 +1,12 @@
 """The `torch` backend: all_to_all_single of torch.distributed, any device, any group. The reference.
 
-One small collective tells every rank how many rows come for each of its slots, one brings the
-rows; the combine is the second one backwards. Sums are taken at the source in top-k order in
-fp32, so they do not depend on placement or EP degree.
+Two collectives per dispatch: how many rows come from each rank, then the rows, each with its slot ids
+(and scales, if fp8) in one message. A row travels once per (token, destination rank), and is copied to
+each of its slots there. One collective per combine brings a row per (token, slot). Sums are taken at
+the source in top-k order in fp32, so they do not depend on placement or EP degree.
 
-T tokens, K top-k, P sent pairs (token, slot), N received rows, R ranks, s slots per rank.
+A message, bytes: slot ids int32 [K] | scales fp32 [B] | values [H] | padding to a multiple of 8.
+T tokens, K top-k, U messages sent, V received, N received rows, R ranks, s slots per rank.
 """
 
 import time
@@ -15,34 +17,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import CombineOrder, GroupedRows
+from moe_runtime.expert_parallel.buffer import CombineOrder, RowLayout, Rows
 from moe_runtime.expert_parallel.meter import TransportMeter
-from moe_runtime.expert_parallel.pairs import Pairs, sort_pairs, weighted_sum
+from moe_runtime.expert_parallel.pairs import destinations, local_pairs, returning_rows
+from moe_runtime.expert_parallel.payload import Payload
+from moe_runtime.expert_parallel.rows import arrange, outputs
+from moe_runtime.kernels.registry import Kernel, select
 
 
 @dataclass(slots=True)
 class _State:
-    """What the way back needs: the pairs as sent, and how received rows were reordered."""
+    """What the way back needs: this rank's own pairs, and how received rows go back in order."""
 
-    pairs: Pairs
-    send_splits: list[int]
-    receive_splits: list[int]
-    by_slot_N: Tensor
+    slot_ids_TK: Tensor
+    weights_TK: Tensor
+    back_N: Tensor
+    back_splits: list[int]
 
 
 class _Transfer:
-    """A posted all-to-all of rows."""
+    """A posted all-to-all of rows, as bytes: gloo does not know every dtype."""
 
     def __init__(
         self, buffer: "CollectiveBuffer", rows: Tensor, out_splits: list[int], in_splits: list[int]
     ) -> None:
         self._meter = buffer.meter
+        self._sent = rows.contiguous()
         self.received = rows.new_empty(sum(out_splits), rows.shape[1])
         self._posted = time.monotonic()
-        # Rows travel as bytes: gloo does not know every dtype.
         self._work = dist.all_to_all_single(
             self.received.view(torch.uint8),
-            rows.contiguous().view(torch.uint8),
+            self._sent.view(torch.uint8),
             out_splits,
             in_splits,
             group=buffer.group,
@@ -58,72 +63,119 @@ class _Transfer:
 
 @dataclass(slots=True)
 class _Dispatch:
+    buffer: "CollectiveBuffer"
     transfer: _Transfer
-    state: _State
-    counts_s: Tensor
+    receive_splits: list[int]
+    x_dtype: torch.dtype
+    hidden: int
+    slot_ids_TK: Tensor
+    weights_TK: Tensor
 
-    def wait(self) -> GroupedRows:
-        received = self.transfer.wait()
-        starts_s = torch.cumsum(self.counts_s, 0) - self.counts_s
-        return GroupedRows(
-            x=received[self.state.by_slot_N],
-            starts=starts_s.to(torch.int32),
-            counts=self.counts_s.to(torch.int32),
-            weights=None,
-            state=self.state,
-        )
+    def wait(self) -> Rows:
+        return self.buffer._unpack(self, self.transfer.wait())
 
 
 @dataclass(slots=True)
 class _Combine:
     transfer: _Transfer
-    pairs: Pairs
+    rows_TK: Tensor
+    weights_TK: Tensor
+    unpermute: Kernel
 
     def wait(self) -> Tensor:
-        return weighted_sum(self.transfer.wait(), self.pairs)
+        result: Tensor = self.unpermute(self.transfer.wait(), self.rows_TK, self.weights_TK)
+        return result
 
 
 class CollectiveBuffer:
-    """COLLECTIVE: see `buffer.Buffer`. `group` None is the default process group."""
+    """COLLECTIVE: see `buffer.Buffer`. `group` None is the default process group.
+
+    `payload` None sends rows in their own dtype. `max_tokens` is needed for the masked layout only.
+    """
 
     combine_order: ClassVar[CombineOrder] = "topk_fp32"
 
-    def __init__(self, *, slots_per_rank: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        slots_per_rank: int,
+        payload: Payload | None = None,
+        layout: RowLayout = "grouped",
+        max_tokens: int = 0,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.group = group
         self.meter = TransportMeter()
         self._rank = dist.get_rank(group)
         self._ranks = dist.get_world_size(group)
         self._slots = slots_per_rank
+        self._payload = payload
+        self._capacity = self._ranks * max_tokens if layout == "masked" else None
+        self._unpermute = select("unpermute", device.type if device else "cpu")
 
     def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> _Dispatch:
         """Counts are exchanged at once (their reader must know them), rows are on their way on return."""
-        pairs = sort_pairs(slot_ids_TK, weights_TK, self._ranks * self._slots)
-        send_Rs = pairs.counts_S.view(self._ranks, self._slots)
-        receive_Rs = torch.empty_like(send_Rs)
+        messages_T = self._pack(x_TH, slot_ids_TK)
+        token_U, send_R = destinations(slot_ids_TK, num_ranks=self._ranks, slots_per_rank=self._slots)
+        receive_R = torch.empty_like(send_R)
         began = time.monotonic()
-        dist.all_to_all_single(receive_Rs, send_Rs, group=self.group)
+        dist.all_to_all_single(receive_R, send_R, group=self.group)
         self.meter.transfer(posted=began, wait_began=began, done=time.monotonic())
 
-        send_splits, receive_splits = send_Rs.sum(1).tolist(), receive_Rs.sum(1).tolist()
-        slot_of_row_N = (
-            torch.arange(self._slots).repeat(self._ranks).repeat_interleave(receive_Rs.flatten().cpu())
-        )
-        by_slot_N = torch.argsort(slot_of_row_N, stable=True).to(x_TH.device)
-        state = _State(pairs, send_splits, receive_splits, by_slot_N)
-        transfer = _Transfer(self, x_TH[pairs.token_P], receive_splits, send_splits)
-        totals = self.meter.totals
-        totals.received_rows.append(len(slot_of_row_N))
-        totals.bytes_dispatched += self._wire_bytes(x_TH, send_splits) + 8 * self._slots * (self._ranks - 1)
-        return _Dispatch(transfer, state, receive_Rs.sum(0))
+        send_splits, receive_splits = send_R.tolist(), receive_R.tolist()
+        messages = messages_T.index_select(0, token_U)
+        transfer = _Transfer(self, messages, receive_splits, send_splits)
+        away = sum(send_splits) - send_splits[self._rank]
+        self.meter.totals.rows_dispatched += away
+        self.meter.totals.bytes_dispatched += away * messages.shape[1] + 8 * (self._ranks - 1)
+        return _Dispatch(self, transfer, receive_splits, x_TH.dtype, x_TH.shape[1], slot_ids_TK, weights_TK)
 
-    def combine(self, y_NH: Tensor, rows: GroupedRows) -> _Combine:
+    def combine(self, y: Tensor, rows: Rows) -> _Combine:
         """Bring the outputs of `rows` back to where they came from."""
         state: _State = rows.state
-        back = torch.empty_like(y_NH)
-        back[state.by_slot_N] = y_NH
-        self.meter.totals.bytes_combined += self._wire_bytes(y_NH, state.receive_splits)
-        return _Combine(_Transfer(self, back, state.send_splits, state.receive_splits), state.pairs)
+        back_NH = outputs(y, rows).index_select(0, state.back_N)
+        rows_TK = returning_rows(state.slot_ids_TK, slots_per_rank=self._slots)
+        ranks_P = torch.div(state.slot_ids_TK, self._slots, rounding_mode="floor").reshape(-1) + 1
+        come_splits = torch.bincount(ranks_P, minlength=self._ranks + 1)[1:].tolist()
+        away = len(back_NH) - state.back_splits[self._rank]
+        self.meter.totals.bytes_combined += away * back_NH.shape[1] * back_NH.element_size()
+        transfer = _Transfer(self, back_NH, come_splits, state.back_splits)
+        return _Combine(transfer, rows_TK, state.weights_TK, self._unpermute)
 
-    def _wire_bytes(self, rows: Tensor, splits: list[int]) -> int:
-        away = sum(splits) - splits[self._rank]
-        return away * rows.shape[1] * rows.element_size()
+    def _pack(self, x_TH: Tensor, slot_ids_TK: Tensor) -> Tensor:
+        """uint8 [T, message bytes]: one message per token."""
+        values_TH, scales_TB = (x_TH, None) if self._payload is None else self._payload.encode(x_TH)
+        parts = [slot_ids_TK.to(torch.int32), *([] if scales_TB is None else [scales_TB]), values_TH]
+        sizes = [p.shape[1] * p.element_size() for p in parts]
+        messages = values_TH.new_empty(len(values_TH), -(-sum(sizes) // 8) * 8, dtype=torch.uint8)
+        start = 0
+        for part, size in zip(parts, sizes, strict=True):
+            messages[:, start : start + size].view(part.dtype).copy_(part)
+            start += size
+        return messages
+
+    def _unpack(self, sent: _Dispatch, messages: Tensor) -> Rows:
+        """Messages uint8 [V, message bytes] to rows in order (slot, source rank, token)."""
+        K, H = sent.slot_ids_TK.shape[1], sent.hidden
+        dtype = sent.x_dtype if self._payload is None else self._payload.torch_dtype
+        scale_bytes = 0 if self._payload is None else 4 * self._payload.num_scales(H)
+        pair_N, counts_s = local_pairs(
+            messages[:, : 4 * K].view(torch.int32), first_slot=self._rank * self._slots, num_slots=self._slots
+        )
+        row_N = pair_N // max(K, 1)
+        start = 4 * K + scale_bytes
+        x_NH = messages[:, start : start + H * dtype.itemsize].index_select(0, row_N).view(dtype)
+        scales_NB = None
+        if scale_bytes:
+            scales_NB = messages[:, 4 * K : start].index_select(0, row_N).view(torch.float32)
+        ends_R = torch.tensor(sent.receive_splits, device=row_N.device).cumsum(0)
+        source_N = torch.bucketize(row_N, ends_R, right=True)
+        state = _State(
+            slot_ids_TK=sent.slot_ids_TK,
+            weights_TK=sent.weights_TK,
+            back_N=pair_N.argsort(),
+            back_splits=torch.bincount(source_N, minlength=self._ranks).tolist(),
+        )
+        self.meter.totals.received_rows.append(len(row_N))
+        return arrange(x_NH, scales_NB, counts_s, capacity=self._capacity, state=state)

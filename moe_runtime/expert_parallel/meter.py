@@ -8,12 +8,15 @@ class TransportTotals:
     """Of one step of one rank.
 
     received_rows     rows received, one number per dispatch, in order of the dispatches
+    rows_dispatched   rows sent to other ranks in dispatches, as they travel: for transports that send
+                      a token once per rank, (token, other rank) pairs
     bytes_dispatched  bytes sent to other ranks in dispatches, headers included; likewise combined
     busy              seconds in which a transfer was under way
     waited            the part of `busy` in which this rank stood still
     """
 
     received_rows: list[int] = field(default_factory=list)
+    rows_dispatched: int = 0
     bytes_dispatched: int = 0
     bytes_combined: int = 0
     busy: float = 0.0
