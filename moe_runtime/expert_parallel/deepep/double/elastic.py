@@ -67,9 +67,7 @@ class DoubleElasticBuffer:
         require(group.size() <= 1024, f"{group.size()} ranks, at most 1024 are allowed")
         if num_bytes is None:
             require(num_max_tokens_per_rank > 0 and hidden > 0, "give num_bytes, or tokens and hidden size")
-            num_bytes = self.get_buffer_size_hint(
-                group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch
-            )
+            num_bytes = _buffer_bytes(group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
         require(num_bytes % (2 << 20) == 0, f"num_bytes = {num_bytes} must be a multiple of 2 MiB")
         self.group, self.num_bytes, self.deterministic = group, num_bytes, deterministic
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -96,14 +94,7 @@ class DoubleElasticBuffer:
         allow_hybrid_mode: bool = True,
         allow_multiple_reduction: bool = True,
     ) -> int:
-        return elastic_buffer_bytes(
-            max_tokens=num_max_tokens_per_rank,
-            hidden=hidden,
-            top_k=num_topk or MAX_TOP_K,
-            ranks=group.size(),
-            ranks_per_node=8,
-            fp8=use_fp8_dispatch,
-        )
+        return _buffer_bytes(group, num_max_tokens_per_rank, hidden, num_topk, use_fp8_dispatch)
 
     def dispatch(
         self,
@@ -251,9 +242,7 @@ class DoubleElasticBuffer:
         contracts.weights(topk_weights, topk_idx)
         require(num_experts <= 2048, f"{num_experts} experts, at most 2048 are allowed")
         require(num_experts // ranks <= 256, f"{num_experts // ranks} local experts, at most 256 are allowed")
-        needed = self.get_buffer_size_hint(
-            self.group, max_tokens, values.shape[1], topk_idx.shape[1], scales is not None
-        )
+        needed = _buffer_bytes(self.group, max_tokens, values.shape[1], topk_idx.shape[1], scales is not None)
         require(needed <= self.num_bytes, f"the buffer has {self.num_bytes} bytes, this call needs {needed}")
 
 
@@ -346,6 +335,17 @@ class _Expansion:
     def _counts(self) -> Tensor:
         ids = self._receive().local_NK.flatten() + 1
         return torch.bincount(ids, minlength=self._local + 1)[1:]
+
+
+def _buffer_bytes(group: DoubleGroup, max_tokens: int, hidden: int, top_k: int, fp8: bool) -> int:
+    return elastic_buffer_bytes(
+        max_tokens=max_tokens,
+        hidden=hidden,
+        top_k=top_k or MAX_TOP_K,
+        ranks=group.size(),
+        ranks_per_node=8,
+        fp8=fp8,
+    )
 
 
 def _wait(arrival: Arrival, operation: str) -> list[list[Tensor]]:

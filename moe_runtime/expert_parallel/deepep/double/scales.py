@@ -33,7 +33,9 @@ def cast_scales(scales_TG: Tensor, *, ue8m0: bool) -> Tensor:
     """As they are, or four biased exponents to an int32, the first group in the lowest byte."""
     if not ue8m0:
         return scales_TG
-    exponents = (scales_TG.contiguous().view(torch.int32) >> 23).view(len(scales_TG), -1, 4)
+    exponents = (scales_TG.contiguous().view(torch.int32) >> 23).view(
+        *scales_TG.shape[:-1], scales_TG.shape[-1] // 4, 4
+    )
     shifts = torch.tensor([0, 8, 16, 24], dtype=torch.int32)
     packed: Tensor = (exponents << shifts).sum(-1).int()
     return packed
