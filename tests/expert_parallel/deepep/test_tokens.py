@@ -127,5 +127,3 @@ def test_greedy_tokens_are_those_of_one_rank(mode, hidden, payload, redundant, t
     total = sum(len(p) * IDLE_AFTER[r] for r, p in PROMPTS.items())
     enough = total if mode == "low_latency" else total // 3
     assert compared >= enough, f"only {compared} of {total} positions are clear enough to compare"
-        f"only {compared} of {total} positions are clear enough to compare"
-    )
