@@ -90,18 +90,23 @@ def _json(path: Path) -> Any:
 
 def _numpy(path: Path) -> Any:
     try:
-        data = np.load(path, allow_pickle=False)
+        table = _array(path, np.load(path, allow_pickle=False))
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        if isinstance(error, LoadFileError):
+            raise
         raise LoadFileError(f"{path}: not a numpy file of numbers: {error}") from error
+    return table.sum(axis=0) if table.ndim == 3 else table
+
+
+def _array(path: Path, data: Any) -> Any:
+    """The array of an npy file, or the one that is meant in an npz file."""
     if isinstance(data, np.lib.npyio.NpzFile):
         with data:
             names = data.files
             if "load" not in names and len(names) != 1:
                 raise LoadFileError(f"{path}: holds {', '.join(names) or 'nothing'}; one must be called load")
-            table = data["load" if "load" in names else names[0]]
-    else:
-        table = data
-    return table.sum(axis=0) if table.ndim == 3 else table
+            return data["load" if "load" in names else names[0]]
+    return data
 
 
 def _counts(path: Path) -> Any:

@@ -94,17 +94,18 @@ def improve(
     slots: int,
     weighted: bool,
     stay_L: NDArray[np.float64],
-) -> State:
-    """The cheapest plan on the road from `current`, which itself is left as it is.
+) -> tuple[State, NDArray[np.bool_]]:
+    """The cheapest plan on the road from `current`, itself left as it is; and the layers that may move.
 
-    Layers whose peak, with levelled shares if weighted, is at most `stay_L` do not move.
+    Layers whose peak, with levelled shares if weighted, is at most `stay_L` do not.
     """
     L = len(current.units_LE)
     best = current.take(np.arange(L))
     if weighted:
         level_shares(best, goal_L, 20)
     origin_LRN = current.expert_LRN
-    active = np.flatnonzero(best.peak_L > stay_L)
+    may_move_L = best.peak_L > stay_L
+    active = np.flatnonzero(may_move_L)
     part = best.take(active)
     best_cost_L = trade.cost(best, origin_LRN)
     idle_L = np.zeros(len(active), np.int64)
@@ -123,7 +124,7 @@ def improve(
         best.put(active[cheaper], part.take(np.flatnonzero(cheaper)))
         idle_L = np.where(cheaper, 0, idle_L + 1)
         active, part, idle_L = _drop(active, part, idle_L, made & (idle_L < PATIENCE))
-    return best
+    return best, may_move_L
 
 
 def _drop(

@@ -46,11 +46,11 @@ class RebalancePolicy:
     seconds_per_pair: float
     expert_bytes: float
     horizon_windows: float = 256.0
-    drift_windows: float = 4.0
+    drift_windows: float = 2.0
     hysteresis: float = 2.0
     min_gain: float = 0.01
     least_error: float = 0.065
-    drift_error: float = 0.03
+    drift_error: float = 0.02
     groups: int = 1
     split: Literal["weighted", "equal"] = "weighted"
     quality: Literal["default", "best"] = "default"

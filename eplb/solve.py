@@ -192,7 +192,7 @@ class _Task:
             else np.ldexp(horizon, -self.scale_L)
         )
         trade = Trade(topology=self.topology, price_L=price_L, floor_L=floor_L, expert_bytes=expert_bytes)
-        road = improve(
+        road, may_move_L = improve(
             State.of(table, self.units),
             trade,
             self.goal_L,
@@ -202,8 +202,7 @@ class _Task:
             stay_L=stay_L,
         )
         road_cost = trade.cost(road, table)
-        unsettled = road.peak_L > stay_L
-        worth = np.flatnonzero(unsettled & (road_cost > price_L * np.maximum(fresh.peak_L, floor_L)))
+        worth = np.flatnonzero(may_move_L & (road_cost > price_L * np.maximum(fresh.peak_L, floor_L)))
         renamed = State.of(
             rename(fresh.expert_LRN[worth], table[worth], self.topology, self.E, by_node_L[worth]),
             self.units[worth],

@@ -107,7 +107,7 @@ class LoadWindow:
     def best(self) -> int:
         """The predictor that has been nearest; the longest memory unless another is clearly better."""
         longest = len(PREDICTORS) - 1
-        if np.isnan(self.error_Q).any():
+        if self.windows <= 1 or np.isnan(self.error_Q).any():  # all say the same
             return longest
         nearest = int(self.error_Q.argmin())
         return nearest if self.error_Q[nearest] < CLEARLY * self.error_Q[longest] else longest
