@@ -51,7 +51,8 @@ class DispatchSizes:
     slots       physical experts of all ranks together (shared experts served as slots included)
     top_k       slots a token goes to
     max_tokens  rows a rank sends per round
-    row_bytes   bytes of one row as dispatched (as many as `hidden`: one byte per value, fp8)
+    row_bytes   bytes of one row as dispatched; DeepEP's rows count values only (`hidden` bytes: fp8)
+    nodes       over which the ranks are spread
     """
 
     ranks: int
@@ -60,7 +61,7 @@ class DispatchSizes:
     top_k: int
     max_tokens: int
     row_bytes: int
-    ranks_per_node: int = 8
+    nodes: int = 1
 
     @property
     def quantities(self) -> dict[str, int]:
@@ -75,8 +76,8 @@ class DispatchSizes:
             "ranks x max_tokens": self.ranks * self.max_tokens,
             "row bytes": self.row_bytes,
             "hidden in fp8": self.hidden if self.row_bytes == self.hidden else 0,
-            "nodes": -(-self.ranks // self.ranks_per_node),
-            "ranks per node": self.ranks_per_node,
+            "nodes": self.nodes,
+            "ranks per node": -(-self.ranks // self.nodes),
         }
 
 
@@ -101,7 +102,11 @@ _FP8_SCALES = Limit(quantity="hidden in fp8", multiple_of=128, why="one scale pe
 LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
     {
         "local": (Limit(quantity="ranks", at_most=1, why="it has no transport"),),
-        "torch": (Limit(quantity="ranks", kind="tested", at_most=4, why="the degrees the test suite runs"),),
+        "torch": (Limit(quantity="ranks", kind="tested", at_most=8, why="the degrees the test suite runs"),),
+        "shm": (
+            Limit(quantity="slots per rank", at_most=65536),
+            Limit(quantity="ranks", kind="tested", at_most=8, why="the degrees the test suite runs"),
+        ),
         "deepep_normal": (
             Limit(
                 quantity="ranks",

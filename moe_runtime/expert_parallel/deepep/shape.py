@@ -56,7 +56,7 @@ class Shape:
             top_k=self.top_k,
             max_tokens=self.max_tokens,
             row_bytes=Payload(self.payload).value_bytes(self.hidden),
-            ranks_per_node=self.ranks_per_node,
+            nodes=-(-self.ranks // self.ranks_per_node),
         )
 
     def require(self, mode: Mode) -> None:
