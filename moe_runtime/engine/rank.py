@@ -18,9 +18,10 @@ from moe_runtime.engine.desk import RequestDesk
 from moe_runtime.engine.device_step import NO_SAMPLES, Samples
 from moe_runtime.engine.exchange import Exchange
 from moe_runtime.engine.overlap_policy import OverlapModel
-from moe_runtime.engine.recorder import record_step
+from moe_runtime.engine.recorder import step_row
 from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.models.decoder import Decoder
+from moe_runtime.report.records import PHASES
 from moe_runtime.scheduler.scheduler import Scheduled, Scheduler
 
 WARM_UP_TOKENS = 64
@@ -74,7 +75,7 @@ class RankEngine:
         if decision.kind is StepKind.FORWARD:
             scheduled = self._forward(decision)
             self._commit(leave=self.pipeline_depth)
-            record_step(self, scheduled, decision)
+            self._record(scheduled, decision)
         elif decision.kind is StepKind.FLUSH:
             self._commit(leave=0)
         elif decision.kind is StepKind.PARK:
@@ -139,6 +140,28 @@ class RankEngine:
         self.scheduler.check_invariants(leased=self.desk.leases.num_blocks)
         if self.poison:
             self._poison_freed()
+
+    def _record(self, scheduled: Scheduled, decision: StepDecision) -> None:
+        """Close the step's clock, append its row, and let the overlap model learn from it."""
+        totals = self.meter.take()
+        wall = self.clock.end()
+        busy = wall - self.clock.seconds[PHASES.index("waiting")]
+        self.overlap.observe(
+            tokens=scheduled.inputs.num_tokens,
+            micro_batches=decision.micro_batches,
+            busy=busy,
+            compute=busy - totals.waited,
+            transport=totals.busy,
+        )
+        self.desk.log.append(
+            step=self.step_number,
+            start=self.clock.start,
+            wall=wall,
+            phases=self.clock.seconds,
+            kv_used_blocks=self.scheduler.pool.num_used,
+            preemptions=self.scheduler.take_preemptions(),
+            **step_row(scheduled, decision, totals),
+        )
 
     def _park(self) -> None:
         """Block until a message, a finished pull or a peer gives this rank something to do."""
