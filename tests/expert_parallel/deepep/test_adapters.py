@@ -1,6 +1,7 @@
 """The DeepEP adapters over the double: every mode against the dense reference, within its stated bound."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def test_rows_come_in_order_of_source_rank_and_token(mode):
     shape = shape_of(mode, 4, slots_per_rank=2, top_k=2)
 
     def work(group):
-        more = {"deterministic": True} if mode == "elastic" else {}
+        more: dict[str, Any] = {"deterministic": True} if mode == "elastic" else {}
         buffer = build(mode, shape, group, **more)
         b = batch(shape, 6, seed=group.rank())
         b.x_TH[:] = torch.arange(6)[:, None] + 8 * group.rank()
@@ -241,8 +242,9 @@ def test_what_a_mode_cannot_do_is_refused_by_name(mode, changes, words):
 
 
 def test_an_adapter_refuses_before_it_builds_anything():
+    group: Any = None
     with pytest.raises(PlanError, match="hidden = 64 must be one of"):
-        build("low_latency", shape_of("low_latency", 4, hidden=64), None)
+        build("low_latency", shape_of("low_latency", 4, hidden=64), group)
 
 
 def test_ep_320_is_beyond_what_was_tested_and_runs():

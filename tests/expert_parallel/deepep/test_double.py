@@ -1,5 +1,7 @@
 """The double itself: its semantics are DeepEP's, and every stated demand is refused when broken."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -514,14 +516,15 @@ def test_a_destroyed_buffer_refuses():
 
 
 def test_deterministic_mode_with_filled_memory_is_refused():
-    before = torch.utils.deterministic.fill_uninitialized_memory
+    deterministic: Any = torch.utils.deterministic
+    before = deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic.fill_uninitialized_memory = True
     try:
         refused(lambda group: ll_dispatch(low_latency_buffer(group)), "deterministic mode")
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = before
+        deterministic.fill_uninitialized_memory = before
 
 
 def test_zero_copy_takes_the_next_buffer():

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import wraps
 from importlib import util
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ class Recorder:
         }
         return type(f"Recorded{name}", (base,), members)
 
-    def _wrap(self, name: str, method: str, member: object) -> object:
+    def _wrap(self, name: str, method: str, member: Any) -> Any:
         static = isinstance(member, staticmethod)
         function: Callable[..., object] = member.__func__ if static else member
 
@@ -149,7 +150,7 @@ def test_arguments_that_ask_for_nothing_are_left_out_for_versions_without_them()
         return kwargs
 
     arguments = PUBLISHED["Buffer"]["__init__"]
-    constructor.__signature__ = signature(arguments, without=EARLIER_LACKS)
+    vars(constructor)["__signature__"] = signature(arguments, without=EARLIER_LACKS)
     assert call(constructor, group=None, enable_shrink=False) == {"group": None}
     with pytest.raises(UserError, match="cannot do enable_shrink"):
         call(constructor, group=None, enable_shrink=True)

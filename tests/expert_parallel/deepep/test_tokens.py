@@ -5,6 +5,8 @@ rounds once, as `local` does, so its tokens are compared to the end; the other m
 a comparison stops where the two best logits of the reference are closer than `MARGIN`.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from moe_runtime.checkpoint import shapes
 from moe_runtime.checkpoint.load import load_rank
 from moe_runtime.checkpoint.make import make_checkpoint
 from moe_runtime.checkpoint.reader import Checkpoint
+from moe_runtime.engine.overlap import DECODE_OFFSET, PREFILL_OFFSET, run
 from moe_runtime.expert_parallel.deepep.shape import Shape
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.models.decoder import build_decoder
@@ -64,12 +67,32 @@ def expert_parallel_decoder(folder, buffer, rank, ranks, redundant):
     return decoder
 
 
-def generate(decoder, prompts, steps, idle_after):
-    """(tokens, margins) per sequence; steps after `idle_after` take part with zero tokens."""
+def overlapped(rank, offset, *, decode=None, prefill=None):
+    """Logits of a step as two micro-batches: the first sequence, and all others."""
+    decode, prefill = decode or {}, prefill or {}
+    halves = [
+        rank.context(
+            {i: t for i, t in decode.items() if (i == 0) == first},
+            {i: t for i, t in prefill.items() if (i == 0) == first},
+        )
+        for first in (True, False)
+    ]
+    decoder = rank.decoder
+    with torch.inference_mode():
+        done = run([(decoder.embed(h), h) for h in halves], list(decoder.layers), offset=offset)
+        return torch.cat([decoder.logits(x_TH) for x_TH in done])
+
+
+def generate(decoder, prompts, steps, idle_after, *, offset=None):
+    """(tokens, margins) per sequence; steps after `idle_after` take part with zero tokens.
+
+    With an `offset` every step runs as two micro-batches.
+    """
     rank = Rank(decoder, rounds=ROUNDS, round_tokens=ROUND_TOKENS)
-    tokens = [[] for _ in prompts]
-    margins = [[] for _ in prompts]
-    logits = rank.step(prefill=dict(enumerate(prompts)))
+    step_of = rank.step if offset is None else partial(overlapped, rank, offset)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    margins: list[list[float]] = [[] for _ in prompts]
+    logits = step_of(prefill=dict(enumerate(prompts)))
     ends = torch.tensor([len(p) for p in prompts]).cumsum(0) - 1
     logits = logits[ends]
     for step in range(1, steps + 1):
@@ -80,23 +103,25 @@ def generate(decoder, prompts, steps, idle_after):
         if step == steps:
             break
         if step >= idle_after:
-            assert rank.step().shape[0] == 0
+            assert step_of().shape[0] == 0
             logits = logits[:0]
         else:
-            logits = rank.step(decode={i: t[-1] for i, t in enumerate(tokens)})
+            logits = step_of(decode={i: t[-1] for i, t in enumerate(tokens)})
     return tokens, margins
 
 
 @pytest.mark.parametrize(
-    ("mode", "hidden", "payload", "redundant"),
+    ("mode", "hidden", "offset", "redundant"),
     [
-        ("normal", 256, "bfloat16", 0),
-        ("normal", 256, "bfloat16", 4),
-        ("low_latency", 2048, "bfloat16", 0),
-        ("elastic", 256, "bfloat16", 4),
+        ("normal", 256, None, 4),
+        ("normal", 256, PREFILL_OFFSET, 0),
+        ("low_latency", 2048, None, 0),
+        ("low_latency", 2048, DECODE_OFFSET, 0),
+        ("elastic", 256, DECODE_OFFSET, 4),
     ],
 )
-def test_greedy_tokens_are_those_of_one_rank(mode, hidden, payload, redundant, tmp_path, monkeypatch):
+def test_greedy_tokens_are_those_of_one_rank(mode, hidden, offset, redundant, tmp_path, monkeypatch):
+    """Also as two micro-batches, whose transfers share DeepEP's two buffers."""
     folder = tmp_path / "checkpoint"
     checkpoint(folder, hidden, monkeypatch)
     spec = registry.read_spec(folder, "bfloat16")
@@ -106,14 +131,13 @@ def test_greedy_tokens_are_those_of_one_rank(mode, hidden, payload, redundant, t
         hidden=hidden,
         top_k=spec.moe.router.top_k,
         max_tokens=ROUND_TOKENS,
-        payload=payload,
     )
 
     def work(group):
         rank = group.rank()
         buffer = build(mode, shape, group)
         decoder = expert_parallel_decoder(folder, buffer, rank, 2, redundant)
-        return generate(decoder, PROMPTS[rank], STEPS, IDLE_AFTER[rank])
+        return generate(decoder, PROMPTS[rank], STEPS, IDLE_AFTER[rank], offset=offset)
 
     outcomes = run_ranks(2, work)
     reference = load_decoder(folder, dtype="bfloat16")

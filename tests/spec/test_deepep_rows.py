@@ -1,0 +1,105 @@
+"""DeepEP's buffer sizes by its published formulas, and limits that need more than one size."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe_runtime.plan.deepep import MODES, mode_violations, registered_bytes
+from moe_runtime.spec.bytes import elastic_buffer_bytes, low_latency_buffer_bytes, normal_buffer_bytes
+from moe_runtime.spec.limits import LIMITS, DispatchSizes, violations
+
+MIB = 1 << 20
+V3 = DispatchSizes(ranks=32, slots=288, hidden=7168, top_k=8, max_tokens=128, row_bytes=14336, nodes=4)
+
+
+def normal_by_hand(hidden: int, ranks: int, chunk: int, rdma_chunk: int) -> tuple[int, int]:
+    """The two hints of `Config`, written out for 20 SMs; a row has room for 128 ids, weights, scales."""
+    nodes, row = max(1, ranks // 8), 2 * hidden + 8 + 128 * 8 + 128 * 4 + 128 * 4
+    nvl = 10 * min(ranks, 8) * (2 * nodes + 3) * 4 + 10 * min(ranks, 8) * chunk * row
+    rdma = 10 * nodes * 18 * 2 * 4 + 10 * nodes * rdma_chunk * 2 * (row + 16)
+    return -(-nvl // 128) * 128, -(-rdma // 128) * 128 if ranks > 8 else 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunk", "rdma_chunk"),
+    [(2, 256, 0), (8, 256, 0), (16, 288, 140), (32, 288, 128), (96, 480, 132), (144, 720, 132)],
+)
+def test_normal_mode(ranks, chunk, rdma_chunk):
+    assert normal_buffer_bytes(hidden=7168, ranks=ranks) == normal_by_hand(7168, ranks, chunk, rdma_chunk)
+
+
+def test_normal_mode_has_a_configuration_for_exactly_the_ranks_of_its_limit():
+    (limit,) = [m for m in LIMITS["deepep_normal"] if m.quantity == "ranks"]
+    assert limit.one_of is not None
+    for ranks in range(1, 200):
+        if ranks in limit.one_of:
+            normal_buffer_bytes(hidden=7168, ranks=ranks)
+        else:
+            with pytest.raises(KeyError):
+                normal_buffer_bytes(hidden=7168, ranks=ranks)
+
+
+def test_elastic_within_a_node_is_rows_of_every_rank():
+    """8 ranks x 8192 tokens of 7168 + 896 + 128 bytes come in, 8 x 8192 of 14336 + 64 go out."""
+    sizes = {"max_tokens": 8192, "hidden": 7168, "ranks": 8, "ranks_per_node": 8}
+    assert elastic_buffer_bytes(**sizes, top_k=8, fp8=True) == 8 * 8192 * 14400
+    assert elastic_buffer_bytes(**sizes, top_k=2, fp8=True) == 8 * 8192 * (7168 + 896 + 32)
+    assert elastic_buffer_bytes(**sizes, top_k=8, fp8=False) == 8 * 8192 * (14336 + 128)
+
+
+def test_elastic_across_nodes():
+    """Dispatch of 4 nodes x 8 ranks: 32 M per rank, M to send, 4 (M + 1280) per node."""
+    got = elastic_buffer_bytes(max_tokens=4096, hidden=7168, top_k=8, ranks=32, ranks_per_node=8, fp8=False)
+    rows = 32 * 4096 + 4096 + 4 * (4096 + 1280)
+    back = 8 * 4 * 4096 + 4 * 4096 + 4 * (4096 + 1280)
+    assert got == -(-max(rows * (14336 + 128), back * (14336 + 64)) // (2 * MIB)) * 2 * MIB
+
+
+@pytest.mark.parametrize("deployment", MODES)
+def test_registered_bytes_come_from_physical_slots(deployment):
+    got = registered_bytes(deployment, hidden=7168, slots=288, ranks=32, max_tokens=128)
+    assert tuple(got) == MODES[deployment]
+    if "deepep_low_latency" in got:
+        assert got["deepep_low_latency"] == low_latency_buffer_bytes(max_tokens=128, hidden=7168, slots=288)
+        assert round(got["deepep_low_latency"] / 1e9, 3) == 2.147
+    if "deepep_normal" in got:
+        assert got["deepep_normal"] == sum(normal_buffer_bytes(hidden=7168, ranks=32))
+
+
+def broken(deployment: str, sizes: DispatchSizes, dtype: str = "bfloat16") -> list[tuple[str, str, str]]:
+    found = mode_violations(deployment, sizes, dtype=dtype)
+    return [(mode, v.limit.kind, v.message) for mode, v in found]
+
+
+def test_ep_320_is_a_warning_for_decode_and_refused_for_prefill():
+    ep_320 = replace(V3, ranks=320, slots=320, nodes=40)
+    assert broken("decode", ep_320) == [("deepep_low_latency", "tested", "ranks = 320 must be at most 256")]
+    (refused,) = broken("prefill", ep_320)
+    assert refused[:2] == ("deepep_normal", "hard")
+    assert refused[2].startswith("ranks = 320 must be one of 2, 4, 8")
+    assert {mode for mode, _, _ in broken("unified", ep_320)} == set(MODES["unified"])
+
+
+def test_fp8_rows_need_whole_blocks():
+    odd = replace(V3, hidden=2880)
+    assert broken("prefill", odd) == []
+    assert broken("prefill", odd, "float8_e4m3") == [
+        ("deepep_normal", "hard", "hidden in fp8 = 2880 must be a multiple of 128 (one scale per 128 values)")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ranks": 264, "slots": 264, "nodes": 33}, "nodes = 33 must be at most 32"),
+        ({"ranks": 66, "slots": 66, "nodes": 1}, "ranks per node = 66 must be at most 64"),
+    ],
+)
+def test_elastic_domains(changes, words):
+    messages = [v.message for v in violations("deepep_elastic", replace(V3, **changes))]
+    assert any(words in m for m in messages)
+
+
+def test_many_slots_are_beyond_what_was_tested():
+    many = replace(V3, ranks=8, slots=2048, nodes=1, max_tokens=16)
+    assert [(v.limit.kind, v.value) for v in violations("deepep_low_latency", many)] == [("tested", 2048)]
