@@ -21,9 +21,9 @@ from moe_runtime.engine.exchange import Exchange, LocalExchange, SharedExchange
 from moe_runtime.engine.messages import ToRank
 from moe_runtime.engine.rank import RankEngine
 from moe_runtime.engine.sockets import Inbox, Outbox, ipc_address
-from moe_runtime.expert_parallel.collective import CollectiveBuffer
-from moe_runtime.expert_parallel.local import LocalBuffer
+from moe_runtime.expert_parallel.shm import ShmBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
+from moe_runtime.launch.buffers import RankBuffer, make_buffer
 from moe_runtime.launch.preflight import Preflight
 from moe_runtime.models.decoder import Decoder, build_decoder
 from moe_runtime.placement.placement import Placement, linear
@@ -48,6 +48,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True):
     inbox: str
     placement: str
     agree_window: WindowAddress | None
+    dispatch_window: WindowAddress | None
     pool: PoolExport | None
 
 
@@ -70,12 +71,13 @@ class Loaded:
 
     place: Place
     decoder: Decoder
-    buffer: "LocalBuffer | CollectiveBuffer"
+    buffer: RankBuffer
     placement: Placement
     kv_cache: list[Tensor]
     pool: HostPool | None
     layout: LayoutFingerprint
     window: Window | None
+    dispatch_window: Window | None
     report: LoadReport
 
 
@@ -96,8 +98,9 @@ def load(flight: Preflight, place: Place) -> Loaded:
         redundant_experts=deployment.redundant_experts,
     )
     slots = placement.slots_per_rank
-    local = deployment.dispatch.backend == "local"
-    buffer = LocalBuffer(slots_per_rank=slots) if local else CollectiveBuffer(slots_per_rank=slots)
+    buffer = make_buffer(
+        model, deployment, rank=place.rank, slots_per_rank=slots, device=device, timeout=STEP_TIMEOUT
+    )
     table = SlotTable(placement, source_rank=place.rank, device=device)
     decoder = build_decoder(
         model,
@@ -131,6 +134,7 @@ def load(flight: Preflight, place: Place) -> Loaded:
         pool=pool,
         layout=fingerprint(digest(repr(model)), deployment.kv),
         window=SharedExchange.create_window(place.num_ranks) if owns_window else None,
+        dispatch_window=buffer.create_window() if owns_window and isinstance(buffer, ShmBuffer) else None,
         report=report,
     )
 
@@ -154,6 +158,7 @@ def card(loaded: Loaded, session: Path) -> RankCard:
         inbox=ipc_address(session, f"{place.instance.name}.{place.rank}"),
         placement=loaded.placement.digest,
         agree_window=loaded.window.address if loaded.window else None,
+        dispatch_window=loaded.dispatch_window.address if loaded.dispatch_window else None,
         pool=pool,
     )
 
@@ -187,6 +192,10 @@ def assemble(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[ToRank] = Inbox(context, mine.inbox, ToRank)
     clock = StepClock(trace=trace)
+    if isinstance(loaded.buffer, ShmBuffer):
+        address = next(c.dispatch_window for c in peers if c.rank == 0)
+        assert address is not None
+        loaded.buffer.connect(address, where=clock)
     desk = RequestDesk(
         identity=Identity(
             instance=place.instance.name,

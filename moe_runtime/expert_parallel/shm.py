@@ -97,11 +97,10 @@ class ShmBuffer:
         rank: int,
         timeout: float,
         layout: RowLayout = "grouped",
-        where: Where | None = None,
     ) -> None:
         self.sizes = sizes
         self.meter = TransportMeter()
-        self._rank, self._timeout, self._where = rank, timeout, where
+        self._rank, self._timeout = rank, timeout
         self._capacity = sizes.num_ranks * sizes.max_tokens if layout == "masked" else None
         self._mailbox: Mailbox
         self._halves: list[_Half]
@@ -111,15 +110,15 @@ class ShmBuffer:
         sizes = self.sizes
         return Mailbox.create_window(num_ranks=sizes.num_ranks, area_bytes=sizes.area_bytes)
 
-    def connect(self, address: WindowAddress) -> None:
-        """LOCAL: map the instance's window; OSError when its maker is gone."""
+    def connect(self, address: WindowAddress, *, where: Where | None = None) -> None:
+        """LOCAL: map the instance's window; OSError when its maker is gone. `where` is for messages."""
         self._mailbox = Mailbox.open(
             address,
             rank=self._rank,
             num_ranks=self.sizes.num_ranks,
             area_bytes=self.sizes.area_bytes,
             timeout=self._timeout,
-            where=self._where,
+            where=where,
         )
         self._halves = [_Half(areas, self._rank, self.sizes) for areas in self._mailbox.areas]
 

@@ -6,13 +6,17 @@ Owns which number goes into which formula. All ranks of a deployment are alike.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_runtime.plan.deepep import BACKEND as DEEPEP
+from moe_runtime.plan.deepep import registered_bytes
 from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan
 from moe_runtime.spec.bytes import (
     all_to_all_dispatch_bytes,
     local_dispatch_bytes,
     replicated_weight_bytes,
+    shared_memory_dispatch_bytes,
     slot_bytes,
     slots_per_rank,
+    wire_row_bytes,
     workspace_bytes,
 )
 from moe_runtime.spec.model import DTYPE_BYTES, ModelSpec
@@ -111,12 +115,22 @@ def _dispatch_bytes(deployment: EffectiveDeployment, model: ModelSpec, dtype: st
         return local_dispatch_bytes(
             max_tokens=tokens, top_k=top_k, hidden=model.hidden, dtype_bytes=DTYPE_BYTES[dtype]
         )
-    return all_to_all_dispatch_bytes(
+    if deployment.dispatch.backend == DEEPEP:
+        buffers = registered_bytes(
+            deployment.name,
+            hidden=model.hidden,
+            slots=deployment.num_slots,
+            ranks=deployment.expert_parallel,
+            max_tokens=tokens,
+        )
+        return sum(buffers.values())
+    shared = deployment.dispatch.backend == "shm"
+    formula = shared_memory_dispatch_bytes if shared else all_to_all_dispatch_bytes
+    return formula(
         max_tokens=tokens,
         top_k=top_k,
-        hidden=model.hidden,
         ranks=deployment.expert_parallel,
         local_slots=deployment.slots_per_rank,
-        dispatch_dtype_bytes=DTYPE_BYTES[deployment.dispatch.dtype],
-        combine_dtype_bytes=DTYPE_BYTES[dtype],
+        dispatch_row=wire_row_bytes(model.hidden, deployment.dispatch.dtype),
+        combine_row=wire_row_bytes(model.hidden, dtype),
     )

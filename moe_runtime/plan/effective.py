@@ -12,7 +12,6 @@ from typing import Any, Literal
 from moe_runtime.plan.schema import DeploymentName
 from moe_runtime.spec.kv import KVSpec
 
-
 MicroBatches = Literal["per_step"] | int
 
 
@@ -174,6 +173,11 @@ class EffectivePlan:
             if rank in instance.ranks:
                 return instance
         raise IndexError(f"rank {rank} of {self.num_ranks}")
+
+    def nodes_of_an_instance(self, deployment: str) -> int:
+        """The most nodes over which one instance of a deployment is spread."""
+        found = [i.ranks for i in self.instances if i.deployment == deployment]
+        return max(self.node_of(r.stop - 1) - self.node_of(r.start) + 1 for r in found)
 
     def node_of(self, rank: int) -> int:
         return rank // self.cluster.ranks_per_node

@@ -42,6 +42,7 @@ def resolve(plan: Plan, model: ModelSpec) -> EffectivePlan:
     nor on whether a value was given or derived.
     """
     settle = _Settler()
+    instances = tuple(_instances(plan))
     cluster = plan.cluster
     dtype = settle("model.dtype", plan.model.dtype, model.dtype, "the checkpoint's dtype")
     ranks_per_node = settle(
@@ -59,10 +60,19 @@ def resolve(plan: Plan, model: ModelSpec) -> EffectivePlan:
             hardware=cluster.hardware,
         ),
         deployments=tuple(
-            _deployment(name, d, model, dtype, cluster.device, ranks_per_node, settle)
+            _deployment(
+                name,
+                d,
+                model,
+                dtype,
+                cluster.device,
+                ranks_per_node,
+                settle,
+                one_node=all(_on_one_node(i, ranks_per_node) for i in instances if i.deployment == name),
+            )
             for name, d in plan.deployments.items()
         ),
-        instances=tuple(_instances(plan)),
+        instances=instances,
         server=EffectiveServer(**plan.server.model_dump()),
         slo=EffectiveSlo(**plan.slo.model_dump()),
         derived=tuple(settle.derived.items()),
@@ -92,13 +102,15 @@ def _deployment(
     device: str,
     ranks_per_node: int,
     settle: _Settler,
+    *,
+    one_node: bool,
 ) -> EffectiveDeployment:
     at = f"{DEPLOYMENTS}.{name}"
     depth = (0, "nothing overlaps on CPU") if device == "cpu" else (1, "host and device overlap")
     alone = d.expert_parallel == 1
     overlap: MicroBatches = 1 if alone else "per_step"
     why = "one rank: no transport to hide" if alone else "decided by measured times"
-    backend = ("local", "one rank: no transport") if d.expert_parallel == 1 else ("torch", "several ranks")
+    backend = _backend(d, device, one_node=one_node)
     kv_dtype = settle(f"{at}.kv_cache.dtype", d.kv_cache.dtype, dtype, "model.dtype")
     num_experts = model.moe.num_experts
     return EffectiveDeployment(
@@ -137,6 +149,19 @@ def _deployment(
         kv=kv_spec(model, block_tokens=d.kv_cache.block_tokens, dtype=kv_dtype),
         nodes=d.instances * d.expert_parallel / ranks_per_node,
     )
+
+
+def _backend(d: DeploymentSection, device: str, *, one_node: bool) -> tuple[str, str]:
+    """The transport of "auto", and why."""
+    if d.expert_parallel == 1:
+        return "local", "one rank: no transport"
+    if device == "cpu" and one_node:
+        return "shm", "several ranks of one host"
+    return "torch", "several ranks"
+
+
+def _on_one_node(instance: InstancePlan, ranks_per_node: int) -> bool:
+    return instance.ranks.start // ranks_per_node == (instance.ranks.stop - 1) // ranks_per_node
 
 
 def _instances(plan: Plan) -> Iterator[InstancePlan]:

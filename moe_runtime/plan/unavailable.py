@@ -30,8 +30,12 @@ RULES = (
     Rule(
         "deployments.*.kv_cache.dtype", ("auto", MODEL_DTYPE), "a KV cache in another dtype than the model's"
     ),
-    Rule("deployments.*.dispatch.backend", ("auto", "local", "torch"), "this dispatch backend"),
-    Rule("deployments.*.dispatch.dtype", ("auto", MODEL_DTYPE), "dispatch in another dtype than the model's"),
+    Rule("deployments.*.dispatch.backend", ("auto", "local", "torch", "shm"), "this dispatch backend"),
+    Rule(
+        "deployments.*.dispatch.dtype",
+        ("auto", MODEL_DTYPE, "bfloat16", "float8_e4m3"),
+        "dispatch in a wider dtype than the model's",
+    ),
     Rule("deployments.*.balancing.enabled", (False,), "live rebalancing"),
     Rule("deployments.*.deterministic", (False,), "batch-invariant mode"),
     Rule("deployments.*.shared_experts", ("replicated",), "serving shared experts as slots"),
@@ -59,7 +63,7 @@ def unavailable(
 
 def _values(works: Sequence[object], dtype: str | None) -> list[object]:
     dtypes = MODEL_DTYPES if dtype is None else (dtype,)
-    return [v for w in works for v in (dtypes if w == MODEL_DTYPE else (w,))]
+    return list(dict.fromkeys(v for w in works for v in (dtypes if w == MODEL_DTYPE else (w,))))
 
 
 def _occurrences(

@@ -6,12 +6,14 @@ Owns what makes a plan impossible for a model; `plan_rules` has what is impossib
 from collections.abc import Iterator
 
 from moe_runtime.plan.budget import MemoryBudget, largest_term, memory_budgets
+from moe_runtime.plan.deepep import BACKEND as DEEPEP
+from moe_runtime.plan.deepep import dtype_problem, mode_violations
 from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan
 from moe_runtime.plan.keys import DEPLOYMENTS
 from moe_runtime.plan.load import LoadedPlan
 from moe_runtime.plan.problems import Path, Problem, raise_problems
 from moe_runtime.plan.unavailable import unavailable
-from moe_runtime.spec.bytes import GIB
+from moe_runtime.spec.bytes import FP8_BLOCK, GIB, WIRE_BYTES
 from moe_runtime.spec.hardware import HARDWARE
 from moe_runtime.spec.limits import LIMITS, DispatchSizes, LimitKind, violations
 from moe_runtime.spec.model import DTYPE_BYTES, ModelSpec
@@ -47,7 +49,7 @@ def plan_warnings(effective: EffectivePlan, model: ModelSpec) -> tuple[str, ...]
     return tuple(
         f"{DEPLOYMENTS}.{d.name}: backend {d.dispatch.backend}, untested: {message}"
         for d in effective.deployments
-        for message in _limit_messages(d, model, "tested")
+        for message in _limit_messages(effective, d, model, "tested")
     )
 
 
@@ -55,10 +57,10 @@ def _problems(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
     yield from unavailable(effective, tuple(effective.by_name.items()), effective.model.dtype)
     yield from _dtype(effective)
     for d in effective.deployments:
-        experts = list(_experts(d, model))
+        experts = [*_experts(d, model), *_payload(d, model)]
         yield from experts
         if not experts:
-            yield from _limits(d, model)
+            yield from _limits(effective, d, model)
 
 
 def _dtype(effective: EffectivePlan) -> Iterator[Problem]:
@@ -93,8 +95,19 @@ def _experts(d: EffectiveDeployment, model: ModelSpec) -> Iterator[Problem]:
         )
 
 
-def _limits(d: EffectiveDeployment, model: ModelSpec) -> Iterator[Problem]:
-    for message in _limit_messages(d, model, "hard"):
+def _payload(d: EffectiveDeployment, model: ModelSpec) -> Iterator[Problem]:
+    if d.dispatch.dtype == "float8_e4m3" and model.hidden % FP8_BLOCK:
+        yield Problem(
+            path=_at(d, "dispatch", "dtype"),
+            text=f"needs hidden to be a multiple of {FP8_BLOCK}, a scale for each block;"
+            f" hidden = {model.hidden}",
+            value=d.dispatch.dtype,
+            hint="set it to auto or bfloat16",
+        )
+
+
+def _limits(effective: EffectivePlan, d: EffectiveDeployment, model: ModelSpec) -> Iterator[Problem]:
+    for message in _limit_messages(effective, d, model, "hard"):
         yield Problem(
             path=_at(d, "dispatch", "backend"),
             text=f"cannot carry this deployment: {message}",
@@ -103,20 +116,28 @@ def _limits(d: EffectiveDeployment, model: ModelSpec) -> Iterator[Problem]:
         )
 
 
-def _limit_messages(d: EffectiveDeployment, model: ModelSpec, kind: LimitKind) -> Iterator[str]:
-    if d.dispatch.backend not in LIMITS:
-        return
+def _limit_messages(
+    effective: EffectivePlan, d: EffectiveDeployment, model: ModelSpec, kind: LimitKind
+) -> Iterator[str]:
     sizes = DispatchSizes(
         ranks=d.expert_parallel,
         slots=d.num_slots,
         hidden=model.hidden,
         top_k=model.moe.router.top_k,
         max_tokens=d.dispatch.max_tokens,
-        row_bytes=model.hidden * DTYPE_BYTES[d.dispatch.dtype],
+        row_bytes=model.hidden * WIRE_BYTES[d.dispatch.dtype],
+        nodes=effective.nodes_of_an_instance(d.name),
     )
-    for violation in violations(d.dispatch.backend, sizes):
-        if violation.limit.kind == kind:
-            yield violation.message
+    if d.dispatch.backend == DEEPEP:
+        if kind == "hard" and (problem := dtype_problem(effective.model.dtype, d.dispatch.dtype)):
+            yield problem
+        for mode, violation in mode_violations(d.name, sizes, dtype=d.dispatch.dtype):
+            if violation.limit.kind == kind:
+                yield f"{mode}: {violation.message}"
+    elif d.dispatch.backend in LIMITS:
+        for violation in violations(d.dispatch.backend, sizes):
+            if violation.limit.kind == kind:
+                yield violation.message
 
 
 def _memory(

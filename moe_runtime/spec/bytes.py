@@ -11,6 +11,9 @@ from types import MappingProxyType
 from moe_runtime.spec.model import DTYPE_BYTES, MlaSpec, ModelSpec
 
 GIB = 2**30
+FP8_BLOCK = 128
+WIRE_BYTES: Mapping[str, int] = MappingProxyType({**DTYPE_BYTES, "float8_e4m3": 1})
+"""Bytes of a value as dispatched, scales aside."""
 LOW_LATENCY_LIMIT_BYTES = 32 * GIB
 """Size beyond which operators found DeepEP's low-latency buffer refused."""
 
@@ -103,26 +106,40 @@ def local_dispatch_bytes(*, max_tokens: int, top_k: int, hidden: int, dtype_byte
     return 2 * max_tokens * top_k * hidden * dtype_bytes
 
 
-def all_to_all_dispatch_bytes(
-    *,
-    max_tokens: int,
-    top_k: int,
-    hidden: int,
-    ranks: int,
-    local_slots: int,
-    dispatch_dtype_bytes: int,
-    combine_dtype_bytes: int,
-) -> int:
-    """One round of an all-to-all without capacity factor, at its worst.
+def wire_row_bytes(hidden: int, dtype: str) -> int:
+    """One row as dispatched; fp8 rows carry a float32 scale per `FP8_BLOCK` values."""
+    scales = hidden // FP8_BLOCK if dtype == "float8_e4m3" else 0
+    return hidden * WIRE_BYTES[dtype] + 4 * scales
 
-    Sends T x K rows and gets as many back. Receives at most R x T x min(K, local slots) rows, when
-    every rank's tokens all choose this rank, and holds them three times: as dispatched, as the
-    experts' outputs, and those again in the order in which they travel back.
+
+def all_to_all_dispatch_bytes(
+    *, max_tokens: int, top_k: int, ranks: int, local_slots: int, dispatch_row: int, combine_row: int
+) -> int:
+    """One round of an all-to-all without capacity factor, at its worst; bytes of rows are given.
+
+    Packs T rows and sends each once to each of at most min(K, R) ranks. Receives at most R x T rows,
+    when every rank's tokens all choose this rank, and spreads them over R x T x min(K, local slots)
+    for the slots. Holds as many outputs twice, the second time in the order in which they travel
+    back, and gets T x K rows back.
     """
-    sent = max_tokens * top_k
-    received = ranks * max_tokens * min(top_k, local_slots)
-    values = (sent + received) * dispatch_dtype_bytes + (sent + 2 * received) * combine_dtype_bytes
-    return values * hidden
+    sent = max_tokens * (1 + min(top_k, ranks))
+    spread = ranks * max_tokens * min(top_k, local_slots)
+    received = ranks * max_tokens + spread
+    return (sent + received) * dispatch_row + (2 * spread + max_tokens * top_k) * combine_row
+
+
+def shared_memory_dispatch_bytes(
+    *, max_tokens: int, top_k: int, ranks: int, local_slots: int, dispatch_row: int, combine_row: int
+) -> int:
+    """One rank's part of the `shm` backend at its worst; bytes of rows are given.
+
+    Four areas (two transfers in flight, each with a successor), each large enough for T published rows
+    with their slot ids and for T x K returned ones; and R x T x min(K, local slots) rows as received and
+    as outputs, outside of the shared memory.
+    """
+    area = max(max_tokens * (dispatch_row + 4 * top_k), max_tokens * top_k * combine_row)
+    spread = ranks * max_tokens * min(top_k, local_slots)
+    return 4 * area + spread * (dispatch_row + combine_row)
 
 
 def _align(num_bytes: int, unit: int) -> int:

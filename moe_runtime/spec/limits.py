@@ -104,6 +104,7 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
         "local": (Limit(quantity="ranks", at_most=1, why="it has no transport"),),
         "torch": (Limit(quantity="ranks", kind="tested", at_most=8, why="the degrees the test suite runs"),),
         "shm": (
+            Limit(quantity="nodes", at_most=1, why="its ranks share memory"),
             Limit(quantity="slots per rank", at_most=65536),
             Limit(quantity="ranks", kind="tested", at_most=8, why="the degrees the test suite runs"),
         ),

@@ -191,8 +191,8 @@ def pairwise_cases() -> dict[int, list[Case]]:
             "one_rank": (0,) * (ranks - 1) + (rows,),
             "none": (0,) * ranks,
         }[str(row["counts"])]
-        dtype, payload = row["values"]  # type: ignore[misc]
-        case = Case(tokens=tokens, seed=seed, top_k=top_k, dtype=dtype, payload=payload)
+        values: tuple[str, str | None] = row["values"]  # type: ignore[assignment]
+        case = Case(tokens=tokens, seed=seed, top_k=top_k, dtype=values[0], payload=values[1])
         plain = {k: row[k] for k in ("hidden", "experts", "redundant", "routing", "layout", "rounds")}
         # One rank has no room for replicas.
         plain["redundant"] = 0 if ranks == 1 else plain["redundant"]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from moe_runtime.shared_memory import Window, WindowAddress
 
@@ -58,7 +59,7 @@ class Rank:
 
     def join_gloo(self) -> None:
         """COLLECTIVE: the default process group."""
-        store = dist.FileStore(str(self.folder / "store"), self.num_ranks)
+        store = FileStore(str(self.folder / "store"), self.num_ranks)
         dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.num_ranks)
 
 
@@ -95,10 +96,10 @@ class World:
         while wanted:
             ready = wait(list(wanted), timeout=max(0.0, end - time.monotonic()))
             assert ready, f"ranks {sorted(wanted.values())} did not finish in {deadline:.0f} s"
-            for pipe in ready:
-                rank = wanted.pop(pipe)  # type: ignore[call-overload]
+            for pipe in [p for p in wanted if p in ready]:
+                rank = wanted.pop(pipe)
                 try:
-                    found[rank] = pipe.recv()  # type: ignore[union-attr]
+                    found[rank] = pipe.recv()
                 except EOFError:
                     found[rank] = Failure("EOFError", f"rank {rank} ended without a result", "")
         return [found[r] for r in sorted(found)]

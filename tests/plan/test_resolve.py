@@ -38,7 +38,7 @@ def test_autos_of_the_split_plan(tmp_path: Path):
     plan = effective(tmp_path, SPLIT)
     for d in plan.deployments:
         assert d.scheduler.pipeline_depth == 0
-        assert (d.dispatch.backend, d.dispatch.dtype, d.dispatch.max_tokens) == ("torch", "float32", 512)
+        assert (d.dispatch.backend, d.dispatch.dtype, d.dispatch.max_tokens) == ("shm", "float32", 512)
         assert (d.kv_cache.dtype, d.overlap.micro_batches) == ("float32", "per_step")
     assert ("deployments.decode.dispatch.max_tokens", "max_batch_tokens") in plan.derived
     assert "model.dtype" not in dict(plan.derived)
@@ -77,6 +77,12 @@ def test_a_device_gets_pipeline_depth_1(tmp_path: Path):
     cluster = plan.cluster.model_copy(update={"device": "cuda"})
     moved = resolve(plan.model_copy(update={"cluster": cluster}), SMALL_DEEPSEEK)
     assert moved.deployment("unified").scheduler.pipeline_depth == 1
+
+
+def test_an_instance_over_several_nodes_does_not_share_memory(tmp_path: Path):
+    plan = effective(tmp_path, SPLIT, "cluster.nodes=2", "cluster.ranks_per_node=3")
+    assert [d.dispatch.backend for d in plan.deployments] == ["shm", "torch"]
+    assert [plan.nodes_of_an_instance(d.name) for d in plan.deployments] == [1, 2]
 
 
 def test_ranks_in_yaml_order(tmp_path: Path):
@@ -188,7 +194,7 @@ def test_effective_plans_cross_processes_and_become_json(tmp_path: Path):
     data = json.loads(json.dumps(plan.to_json()))
     assert data["digest"] == plan.digest
     assert data["deployments"]["decode"]["dispatch"] == {
-        "backend": "torch",
+        "backend": "shm",
         "dtype": "float32",
         "max_tokens": 512,
     }

@@ -88,8 +88,8 @@ def test_surplus_slots_are_named_with_the_redundancy_that_uses_them(tmp_path: Pa
 
 
 def test_untested_sizes_are_warned_of(tmp_path: Path):
-    assert "warning: deployments.unified: backend torch, untested" in render(
-        tmp_path, UNIFIED, "deployments.unified.expert_parallel=8"
+    assert "warning: deployments.unified: backend shm, untested" in render(
+        tmp_path, UNIFIED, "deployments.unified.expert_parallel=16"
     )
 
 
@@ -111,7 +111,9 @@ def test_json_has_what_the_text_has(tmp_path: Path):
     assert data["digest"] == plan.digest
     assert data["overrides"] == ["server.port=9000"]
     assert data["origins"]["server.port"] == "command line"
-    assert data["origins"]["deployments.decode.dispatch.backend"] == "derived: several ranks (auto: default)"
+    assert data["origins"]["deployments.decode.dispatch.backend"] == (
+        "derived: several ranks of one host (auto: default)"
+    )
     assert set(data["origins"]) == set(loaded.origins)
     assert data["memory_per_rank"]["decode"]["total"] == budgets[1].total
     assert data["memory_per_rank"]["decode"]["kv_cache"] == budgets[1].kv_cache

@@ -148,9 +148,20 @@ def test_a_device_holds_its_own_rank(tmp_path: Path):
 
 def test_warnings_name_what_is_untested(tmp_path: Path):
     assert plan_warnings(effective(tmp_path, SPLIT), SMALL_DEEPSEEK) == ()
-    plan = effective(tmp_path, UNIFIED, "deployments.unified.expert_parallel=8")
-    (warning,) = plan_warnings(plan, SMALL_DEEPSEEK)
-    assert "deployments.unified: backend torch, untested: ranks = 8 must be at most 4" in warning
+    for backend in ("shm", "torch"):
+        sets = ("deployments.unified.expert_parallel=16", f"deployments.unified.dispatch.backend={backend}")
+        (warning,) = plan_warnings(effective(tmp_path, UNIFIED, *sets), SMALL_DEEPSEEK)
+        assert f"deployments.unified: backend {backend}, untested: ranks = 16 must be at most 8" in warning
+
+
+def test_rows_in_fp8_need_whole_blocks(tmp_path: Path):
+    sets = ("deployments.unified.expert_parallel=2", "deployments.unified.dispatch.dtype=float8_e4m3")
+    _, _, (in_fp8,) = checked(tmp_path, UNIFIED, *sets)
+    _, _, (in_fp32,) = checked(tmp_path, UNIFIED, sets[0])
+    assert in_fp8.dispatch < in_fp32.dispatch
+    with pytest.raises(PlanError, match="a multiple of 128.*hidden = 576") as caught:
+        checked(tmp_path, UNIFIED, *sets, model=replace(SMALL_DEEPSEEK, hidden=576))
+    assert (caught.value.key, caught.value.value) == ("deployments.unified.dispatch.dtype", "float8_e4m3")
 
 
 def test_largest_redundancy_and_degree_are_accepted(tmp_path: Path):

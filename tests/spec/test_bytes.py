@@ -18,9 +18,11 @@ from moe_runtime.spec.bytes import (
     low_latency_max_tokens,
     parameter_counts,
     replicated_weight_bytes,
+    shared_memory_dispatch_bytes,
     slot_bytes,
     slots_per_rank,
     surplus_slots,
+    wire_row_bytes,
     workspace_bytes,
 )
 from moe_runtime.spec.model import DTYPE_BYTES, GqaSpec, MlaSpec, ModelSpec
@@ -140,14 +142,21 @@ def test_dispatch_bytes():
     sizes = {
         "max_tokens": 10,
         "top_k": 4,
-        "hidden": 8,
         "ranks": 3,
-        "dispatch_dtype_bytes": 1,
-        "combine_dtype_bytes": 2,
+        "dispatch_row": 8,
+        "combine_row": 16,
     }
-    # Two local slots: a token of top-4 can send at most two rows here.
-    assert all_to_all_dispatch_bytes(**sizes, local_slots=2) == 8 * ((40 + 60) * 1 + (40 + 120) * 2)
-    assert all_to_all_dispatch_bytes(**sizes, local_slots=9) == 8 * ((40 + 120) * 1 + (40 + 240) * 2)
+    # Packed 10, sent to 3 ranks each, received 30; with two local slots a token has at most two rows.
+    assert all_to_all_dispatch_bytes(**sizes, local_slots=2) == (10 + 30 + 30 + 60) * 8 + (120 + 40) * 16
+    assert all_to_all_dispatch_bytes(**sizes, local_slots=9) == (10 + 30 + 30 + 120) * 8 + (240 + 40) * 16
+    area = 10 * 4 * 16
+    assert shared_memory_dispatch_bytes(**sizes, local_slots=2) == 4 * area + 60 * (8 + 16)
+    wide = {**sizes, "dispatch_row": 80}
+    assert shared_memory_dispatch_bytes(**wide, local_slots=2) == 4 * 10 * (80 + 16) + 60 * (80 + 16)
+
+
+def test_rows_on_the_wire():
+    assert [wire_row_bytes(512, d) for d in ("float32", "bfloat16", "float8_e4m3")] == [2048, 1024, 528]
 
 
 @pytest.mark.parametrize("model", [SMALL_DEEPSEEK, SMALL_QWEN], ids=["mla", "gqa"])

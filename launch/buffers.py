@@ -1,0 +1,41 @@
+"""The dispatch buffer of a rank, by the backend's name in the effective plan."""
+
+import torch
+
+from moe_runtime.expert_parallel.collective import CollectiveBuffer
+from moe_runtime.expert_parallel.local import LocalBuffer
+from moe_runtime.expert_parallel.payload import Payload
+from moe_runtime.expert_parallel.shm import ShmBuffer, ShmSizes
+from moe_runtime.plan.effective import EffectiveDeployment
+from moe_runtime.spec.model import ModelSpec
+
+RankBuffer = LocalBuffer | CollectiveBuffer | ShmBuffer
+
+
+def make_buffer(
+    model: ModelSpec,
+    deployment: EffectiveDeployment,
+    *,
+    rank: int,
+    slots_per_rank: int,
+    device: torch.device,
+    timeout: float,
+) -> RankBuffer:
+    """LOCAL for `local` and `shm` (which is then to be connected), COLLECTIVE for `torch`."""
+    dispatch = deployment.dispatch
+    payload = None if dispatch.dtype == model.dtype else Payload(dispatch.dtype)
+    if dispatch.backend == "local":
+        return LocalBuffer(slots_per_rank=slots_per_rank, payload=payload, device=device)
+    if dispatch.backend == "torch":
+        return CollectiveBuffer(slots_per_rank=slots_per_rank, payload=payload, device=device)
+    assert dispatch.backend == "shm", dispatch.backend
+    sizes = ShmSizes(
+        num_ranks=deployment.expert_parallel,
+        slots_per_rank=slots_per_rank,
+        hidden=model.hidden,
+        top_k=model.moe.router.top_k,
+        max_tokens=dispatch.max_tokens,
+        payload=Payload(dispatch.dtype),
+        output_dtype=getattr(torch, model.dtype),
+    )
+    return ShmBuffer(sizes, rank=rank, timeout=timeout)
