@@ -21,6 +21,14 @@ MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 
 
+def dtype_problem(model_dtype: str, dispatch_dtype: str) -> str:
+    """Why rows of these dtypes cannot travel; empty if they can."""
+    for dtype, carried in ((model_dtype, ("bfloat16",)), (dispatch_dtype, ("bfloat16", "float8_e4m3"))):
+        if dtype not in carried:
+            return f"rows are {dtype}, DeepEP carries bfloat16 or float8_e4m3 and returns bfloat16"
+    return ""
+
+
 def mode_violations(deployment: str, sizes: DispatchSizes, *, dtype: str) -> Iterator[tuple[str, Violation]]:
     """(mode, limit broken) of every mode that a deployment needs, `hard` and `tested` ones."""
     value_bytes = 1 if dtype == "float8_e4m3" else 2
