@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from moe_runtime.eplb.drift import reverting, switching
@@ -73,9 +74,10 @@ def has_twins(experts_LP: np.ndarray, ranks: int) -> int:
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    begin = time.perf_counter()
+    """With the CPU time it took: nothing here runs on more than one core, and others may use the machine."""
+    begin = time.process_time()
     result = call()
-    return result, time.perf_counter() - begin
+    return result, time.process_time() - begin
 
 
 def quality_rows(name: str, load: np.ndarray, repeats: int) -> Iterator[dict[str, Any]]:
@@ -111,8 +113,7 @@ def quality_rows(name: str, load: np.ndarray, repeats: int) -> Iterator[dict[str
                 "balancedness_equal_split": float(solution.balancedness_equal_L.mean()),
                 "balancedness_published": float((solution.mean_L / theirs).mean()),
                 "balancedness_bound": float((solution.mean_L / solution.bound_L).mean()),
-                # 65536ths of split weights are worth 5e-5.
-                "layers_worse_than_published": int((solution.peak_L > theirs * (1 + 5e-5)).sum()),
+                "layers_worse_than_published": int((solution.peak_L > theirs * (1 + 1e-9)).sum()),
                 "layers_published_puts_twice": has_twins(experts, ranks),
                 "gap_mean": float(solution.gap_L.mean()),
                 "layers_within_1_percent": int((solution.gap_L < 0.01).sum()),
@@ -129,7 +130,7 @@ def verdict_of_quality(
     if not name.startswith("dsv3"):
         return {"asked": None, "met": None}
     asked = ["no layer worse than published"]
-    met = bool((solution.peak_L <= theirs * (1 + 5e-5)).all())
+    met = bool((solution.peak_L <= theirs * (1 + 1e-9)).all())
     if ranks <= 72:
         asked.append("gap under 1 % in 90 % of layers")
         met &= bool((solution.gap_L < 0.01).mean() >= 0.9)
@@ -279,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     loads = {**measured(arguments.loads), **synthetic()}
     stamp = {
         "commit": read_commit(),
-        "machine": read_machine(hardware="cpu-host", device="cpu").model_dump(),
+        "machine": msgspec.to_builtins(read_machine(hardware="", device="cpu")),
         "numpy": np.__version__,
     }
     rows: list[dict[str, Any]] = []

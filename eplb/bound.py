@@ -40,7 +40,7 @@ def lower_bound(
     ranks: int,
     slots_per_rank: int,
     slots: int,
-    steps: int = 10,
+    steps: int,
 ) -> Bound:
     """Bound the largest rank load from below.
 

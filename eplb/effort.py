@@ -14,6 +14,7 @@ class Effort:
     sweeps        levelling of split weights
     weighted_rounds  alternations of levelling and swapping, when the split is weighted
     steps         changes on the road from a current plan
+    bound_steps   bisections of the bound
     """
 
     tolerance: float
@@ -23,6 +24,7 @@ class Effort:
     sweeps: int
     weighted_rounds: int
     steps: int
+    bound_steps: int
 
 
 EFFORTS = {
@@ -31,9 +33,10 @@ EFFORTS = {
         pair_rounds=6,
         peak_rounds=48,
         recount=20_000,
-        sweeps=6,
+        sweeps=3,
         weighted_rounds=0,
         steps=64,
+        bound_steps=5,
     ),
     "best": Effort(
         tolerance=0.0005,
@@ -43,5 +46,6 @@ EFFORTS = {
         sweeps=20,
         weighted_rounds=3,
         steps=256,
+        bound_steps=12,
     ),
 }

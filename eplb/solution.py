@@ -15,7 +15,8 @@ class Solution:
     """A placement with proven quality. Loads are in the caller's units, per layer.
 
     placement        slots, split weights, epoch
-    peak_L           largest rank load, with the split weights of the placement as they are quantised
+    peak_L           largest rank load: with the split weights as they are quantised, or with equal shares in
+                     layers where weights gain nothing (a third is 1e-5 off in 65536ths)
     peak_equal_L     largest rank load of the same slots if replicas share equally
     mean_L           mean rank load
     bound_L          no plan with as many slots, whatever its split, has a smaller peak

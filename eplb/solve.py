@@ -226,18 +226,17 @@ class _Task:
         bound = self._bound(state)
         L = len(self.load)
         slots_LS = state.expert_LRN.reshape(L, -1).astype(np.int32)
-        placement = Placement(
-            slot_to_expert_LS=slots_LS,
-            num_experts=self.E,
-            num_ranks=self.R,
-            epoch=0 if current is None else current.epoch + 1,
-            cumulative_LS=cumulative_table(slots_LS, state.share_LRN.reshape(L, -1), self.E)
-            if self.weighted
-            else None,
-            topology=self.topology,
-        )
-        equal_L = equal_peak(slots_LS, self.load, self.R)
-        peak_L = placement.rank_load(self.load).max(axis=1) if self.weighted else equal_L
+        epoch = 0 if current is None else current.epoch + 1
+        placement = self._placement(slots_LS, epoch, None)
+        equal_L = peak_L = equal_peak(slots_LS, self.load, self.R)
+        if self.weighted:
+            share_LS = state.share_LRN.reshape(L, -1)
+            weighted = self._placement(slots_LS, epoch, share_LS)
+            peak_L = weighted.rank_load(self.load).max(axis=1)
+            # Where weights gain nothing but their rounding, replicas share equally.
+            share_LS[peak_L >= equal_L] = 0
+            peak_L = np.minimum(peak_L, equal_L)
+            placement = self._placement(slots_LS, epoch, share_LS)
         mean_L = self.load.sum(axis=1) / self.R
         before_L = None if current is None else current.rank_load(self.load).max(axis=1)
         saved = np.nan if before_L is None or horizon is None else horizon * float((before_L - peak_L).sum())
@@ -256,6 +255,18 @@ class _Task:
             saved_seconds=saved,
         )
 
+    def _placement(
+        self, slots_LS: NDArray[np.int32], epoch: int, share_LS: NDArray[np.float64] | None
+    ) -> Placement:
+        return Placement(
+            slot_to_expert_LS=slots_LS,
+            num_experts=self.E,
+            num_ranks=self.R,
+            epoch=epoch,
+            cumulative_LS=None if share_LS is None else cumulative_table(slots_LS, share_LS, self.E),
+            topology=self.topology,
+        )
+
     def _bound(self, state: State) -> Bound:
         return lower_bound(
             self.units,
@@ -264,6 +275,7 @@ class _Task:
             ranks=self.R,
             slots_per_rank=self.N,
             slots=self.slots,
+            steps=self.effort.bound_steps,
         )
 
 

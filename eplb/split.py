@@ -123,7 +123,10 @@ def cumulative_table(
     equal = place / times
     begin = np.where(whole > 0, running / np.where(whole > 0, whole, 1), equal)
     begin = np.rint(begin * FULL_RANGE)
-    begin = np.clip(begin, place, FULL_RANGE - (times - place))  # room for the replicas around it
+    # Each starts at least one after the one before, and leaves one for each that follows.
+    group = (key + offset).reshape(-1) * (4.0 * FULL_RANGE)
+    begin = np.maximum.accumulate(begin - place + group) - group + place
+    begin = np.minimum(begin, FULL_RANGE - (times - place))
     out = np.zeros((L, S), np.int64)
     np.put_along_axis(out, order, begin.astype(np.int64).reshape(L, S), axis=1)
     return np.where(expert_LS < 0, 0, out).astype(np.uint16)

@@ -70,7 +70,9 @@ def check(solution, load, topology, slots):
     assert (solution.bound_L >= solution.mean_L * (1 - 1e-9)).all()
     if placement.cumulative_LS is not None:
         carried = placement.rank_load(load).max(axis=1)
-        np.testing.assert_allclose(carried / scale, solution.peak_L / scale, rtol=1e-9)
+        # A share is off by at most one 65536th, a replica's by that times their number.
+        rounding = placement.replica_counts.max() / FULL_RANGE + 1e-9
+        np.testing.assert_allclose(carried / scale, solution.peak_L / scale, rtol=rounding)
 
 
 @settings(max_examples=150, deadline=None)

@@ -141,4 +141,4 @@ def test_ties_never_change_the_plan():
 @pytest.mark.parametrize("reference", [False, True])
 def test_what_cannot_be_is_refused_by_name(weight, sizes, message, reference):
     with pytest.raises(BalanceError, match=message):
-        rebalance_experts(torch.tensor(weight), *sizes, reference=reference)
+        rebalance_experts(torch.tensor(weight), sizes[0], sizes[1], sizes[2], sizes[3], reference=reference)

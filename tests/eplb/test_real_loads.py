@@ -34,8 +34,7 @@ def test_every_layer_is_at_least_as_balanced_as_published(name, ranks, quality, 
     topology = Topology(nodes=ranks // 8, ranks_per_node=8)
     ours = solve(load_LE, topology, 288, quality=quality, split=split)
     theirs = published_peak(load_LE, 288, ranks)
-    # Weights are whole 65536ths: a third is off by 1e-5.
-    assert (ours.peak_L <= theirs * (1 + 5e-5)).all()
+    assert (ours.peak_L <= theirs * (1 + 1e-9)).all()
     assert ours.balancedness_L.mean() > (ours.mean_L / theirs).mean()
     if split == "equal" or quality == "default":  # best, weighted, trades the equal split for the weighted
         assert (ours.peak_equal_L <= theirs * (1 + 1e-9)).all()
@@ -60,7 +59,7 @@ def test_one_slot_a_rank_is_solved_exactly():
 
 
 def test_the_default_is_several_times_faster_than_the_published_loop():
-    """Ratios in one run, medians, as the machine may be busy with other things."""
+    """Ratios of CPU time in one run, medians, as the machine may be busy with other things."""
     load_LE = load(FILES[0])
     topology = Topology(nodes=18, ranks_per_node=8)
     calls = {
@@ -68,12 +67,12 @@ def test_the_default_is_several_times_faster_than_the_published_loop():
         "default": lambda: solve(load_LE, topology, 288),
         "best": lambda: solve(load_LE, topology, 288, quality="best"),
     }
-    seconds = {name: [] for name in calls}
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(3):
         for name, call in calls.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             call()
-            seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(time.process_time() - begin)
     median = {name: statistics.median(s) for name, s in seconds.items()}
     assert median["default"] < median["published"] / 2
-    assert median["best"] < median["published"] * 3
+    assert median["best"] < median["published"] * 1.5

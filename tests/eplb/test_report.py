@@ -88,6 +88,8 @@ def test_a_missing_file_says_so(tmp_path):
 def test_the_table_tells_before_after_bound_and_moves():
     current = linear(num_layers=2, num_experts=4, num_ranks=2, redundant_experts=2)
     solution = solve(LOAD, Topology(nodes=1, ranks_per_node=2), 6, current=current, expert_bytes=2**20)
+    assert solution.before_L is not None
+    assert solution.moves is not None
     lines = layer_table(solution, solution.before_L).splitlines()
     assert lines[0].split() == ["layer", "before", "after", "bound", "gap", "%", "limit", "moved", "MiB"]
     assert len(lines) == 3

@@ -55,7 +55,13 @@ def dispatches(draw):
 def test_balanced_equals_the_reference_of_the_device_bit_for_bit(dispatch):
     ids, start, slots, table, offset = dispatch
     ours = choose_balanced(ids, start, slots, table, offset)
-    theirs = choose_slots(*(torch.from_numpy(a) for a in (ids, start, slots, table)), offset)
+    theirs = choose_slots(
+        torch.from_numpy(ids),
+        torch.from_numpy(start),
+        torch.from_numpy(slots),
+        torch.from_numpy(table),
+        offset,
+    )
     assert ours.dtype == np.int64
     assert ours.tolist() == theirs.tolist()
 
