@@ -10,7 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_runtime.eplb.bound import REASONS, Bound, lower_bound
 from moe_runtime.eplb.effort import EFFORTS, Effort
-from moe_runtime.eplb.errors import BalanceError
 from moe_runtime.eplb.loads import check_load, from_units, to_units
 from moe_runtime.eplb.movement import Trade, improve
 from moe_runtime.eplb.rename import rename
@@ -286,44 +285,3 @@ def equal_peak(slots_LS: NDArray[np.int32], load_LE: NDArray[np.float64], ranks:
     carried = np.take_along_axis(np.concatenate([share, np.zeros((L, 1))], axis=1), slots_LS, axis=1)
     peak: NDArray[np.float64] = carried.reshape(L, ranks, -1).sum(axis=2).max(axis=1)
     return peak
-
-
-def _check(
-    load: NDArray[np.float64],
-    topology: Topology,
-    slots: int,
-    groups: int,
-    current: Placement | None,
-    horizon: float | None,
-    expert_bytes: float,
-    uncertainty: ArrayLike,
-    min_gain: float,
-    quality: str,
-    split: str,
-) -> None:
-    L, E = load.shape
-    if slots < E:
-        raise BalanceError(f"slots = {slots} cannot hold {E} experts; {E} is the least")
-    if groups < 1 or E % groups:
-        raise BalanceError(f"groups = {groups} must divide the {E} experts")
-    if quality not in EFFORTS:
-        raise BalanceError(f"quality = {quality!r}: one of {', '.join(EFFORTS)}")
-    if split not in ("weighted", "equal"):
-        raise BalanceError(f"split = {split!r}: weighted or equal")
-    for name, value in (("horizon", horizon), ("expert_bytes", expert_bytes), ("min_gain", min_gain)):
-        if value is not None and not (np.isfinite(value) and value >= 0):
-            raise BalanceError(f"{name} = {value}: must be a finite number >= 0")
-    error = np.asarray(uncertainty, np.float64)
-    if error.shape not in ((), (L,)) or not (np.isfinite(error) & (error >= 0)).all():
-        raise BalanceError(f"uncertainty = {uncertainty!r}: one number >= 0, or one for each of {L} layers")
-    if current is None:
-        return
-    width = topology.slots_per_rank(slots) * topology.num_ranks
-    for what, have, want in (
-        ("layers", current.num_layers, L),
-        ("experts", current.num_experts, E),
-        ("ranks", current.num_ranks, topology.num_ranks),
-        ("slots (surplus ones included)", current.num_slots, width),
-    ):
-        if have != want:
-            raise BalanceError(f"the current placement has {have} {what}, the task {want}")
