@@ -66,7 +66,7 @@ def solve(
     """
     load = check_load(load_LE)
     work = EFFORTS.get(quality) if effort is None else effort
-    _check(
+    check_task(
         load, topology, slots, groups, current, horizon, expert_bytes, uncertainty, min_gain, quality, split
     )
     assert work is not None
