@@ -1,45 +1,21 @@
 """DoubleElasticBuffer: an object shaped like DeepEP's V2 `ElasticBuffer`, expanding layout only.
 
-    rows of expert i   [align(psum[i - 1]), psum[i])   then a gap up to the next multiple of the alignment
-
-T tokens, K top-k, R ranks, E experts, L = E / R, M tokens per rank, N received rows, X expanded rows.
+T tokens, K top-k, R ranks, E experts, L = E / R, M tokens per rank, N received rows.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_runtime.errors import PeerLost, StepTimeout
 from moe_runtime.expert_parallel.deepep.double import contracts, routing
 from moe_runtime.expert_parallel.deepep.double.contracts import breach, require
 from moe_runtime.expert_parallel.deepep.double.events import DoubleEvent, after, garbage, outcome
-from moe_runtime.expert_parallel.deepep.double.exchange import Arrival, DoubleGroup
+from moe_runtime.expert_parallel.deepep.double.exchange import DoubleGroup
+from moe_runtime.expert_parallel.deepep.double.expansion import DoubleEPHandle, Expansion, wait
 from moe_runtime.spec.bytes import elastic_buffer_bytes
 
 MAX_TOP_K = 32
-
-
-@dataclass(slots=True, kw_only=True)
-class DoubleEPHandle:
-    """The fields of DeepEP's EPHandle that a caller may read; the last three are the double's own."""
-
-    do_expand: bool
-    num_experts: int
-    expert_alignment: int
-    num_max_tokens_per_rank: int
-    topk_idx: Tensor
-    num_recv_tokens: int
-    num_expanded_tokens: int
-    num_recv_tokens_per_expert_list: list[int]
-    psum_num_recv_tokens_per_scaleup_rank: Tensor
-    psum_num_recv_tokens_per_expert: Tensor
-    num_unaligned_recv_tokens_per_expert: Tensor
-    recv_src_metadata: Tensor
-    layout: routing.Layout
-    per_source: tuple[int, ...] = ()
-    fill: list[Any] = field(default_factory=list)
 
 
 class DoubleElasticBuffer:
@@ -138,7 +114,15 @@ class DoubleElasticBuffer:
         how = routing.layout(topk_idx, num_experts, self.group.size())
         sent = routing.messages(values, scales, topk_idx, topk_weights, how, experts=num_experts)
         arrival = self.group.send("dispatch", sent)
-        work = _Expansion(self, arrival, how, topk_idx.clone(), num_experts, expert_alignment or 1, M)
+        work = Expansion(
+            arrival,
+            how,
+            topk_idx.clone(),
+            num_experts,
+            expert_alignment or 1,
+            M,
+            shuffle=None if self.deterministic else self._order,
+        )
         sync = do_cpu_sync is None or do_cpu_sync
         out_x, out_scales, out_weights = work.allocate(values, scales, exact=sync)
 
@@ -179,7 +163,7 @@ class DoubleElasticBuffer:
         arrival = self.group.send("combine", [[rows] for rows in sent])
         combined = garbage((len(handle.topk_idx), x.shape[1]), torch.bfloat16)
         event = outcome(
-            lambda: self._sum(_wait(arrival, "combine"), handle, combined), async_with_compute_stream
+            lambda: self._sum(wait(arrival, "combine"), handle, combined), async_with_compute_stream
         )
         return combined, None, event
 
@@ -246,97 +230,6 @@ class DoubleElasticBuffer:
         require(needed <= self.num_bytes, f"the buffer has {self.num_bytes} bytes, this call needs {needed}")
 
 
-class _Expansion:
-    """A dispatch between its send and its receive: outputs of known size, contents to come."""
-
-    def __init__(
-        self,
-        buffer: DoubleElasticBuffer,
-        arrival: Arrival,
-        how: routing.Layout,
-        topk_idx: Tensor,
-        experts: int,
-        alignment: int,
-        max_tokens: int,
-    ) -> None:
-        self._buffer, self._arrival = buffer, arrival
-        self._got: routing.Received | None = None
-        ranks = buffer.group.size()
-        self._local, self._alignment = experts // ranks, alignment
-        self._worst_rows = ranks * max_tokens
-        worst = self._worst_rows * min(topk_idx.shape[1], self._local) + (alignment - 1) * self._local
-        self._worst = -(-worst // alignment) * alignment
-        self.handle = DoubleEPHandle(
-            do_expand=True,
-            num_experts=experts,
-            expert_alignment=alignment,
-            num_max_tokens_per_rank=max_tokens,
-            topk_idx=topk_idx,
-            num_recv_tokens=self._worst_rows,
-            num_expanded_tokens=self._worst,
-            num_recv_tokens_per_expert_list=[],
-            psum_num_recv_tokens_per_scaleup_rank=garbage((ranks,), torch.int32),
-            psum_num_recv_tokens_per_expert=garbage((self._local,), torch.int32),
-            num_unaligned_recv_tokens_per_expert=garbage((self._local,), torch.int32),
-            recv_src_metadata=torch.empty(0),
-            layout=how,
-        )
-
-    def allocate(
-        self, values: Tensor, scales: Tensor | None, *, exact: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Outputs: as many rows as arrive (the host waits), or as could."""
-        self._fp8 = scales is not None
-        rows = self._worst
-        if exact:
-            self._receive()
-            padded = [-(-n // self._alignment) * self._alignment for n in self._counts().tolist()]
-            rows = sum(padded)
-            assert self._got is not None
-            self.handle.num_recv_tokens = len(self._got.x)
-            self.handle.num_expanded_tokens = rows
-            self.handle.num_recv_tokens_per_expert_list = padded
-        return (
-            garbage((rows, values.shape[1]), values.dtype),
-            None if scales is None else garbage((rows, scales.shape[1]), scales.dtype),
-            garbage((rows,), torch.float32),
-        )
-
-    def fill(self, x: Tensor, scales: Tensor | None, weights: Tensor, *, zero_gaps: bool) -> None:
-        got, handle = self._receive(), self.handle
-        counts, start = self._counts(), 0
-        place_NK = torch.full(got.local_NK.shape, -1, dtype=torch.int32)
-        for e, count in enumerate(counts.tolist()):
-            row_C, k_C = (got.local_NK == e).nonzero(as_tuple=True)
-            if not self._buffer.deterministic:
-                order = torch.randperm(count, generator=self._buffer._order)
-                row_C, k_C = row_C[order], k_C[order]
-            end = start + count
-            place_NK[row_C, k_C] = torch.arange(start, end, dtype=torch.int32)
-            x[start:end], weights[start:end] = got.x[row_C], got.weights_NK[row_C, k_C]
-            if scales is not None and got.scales is not None:
-                scales[start:end] = got.scales[row_C]
-            handle.psum_num_recv_tokens_per_expert[e] = end
-            start = -(-end // self._alignment) * self._alignment
-            if zero_gaps:
-                x.view(torch.uint8)[end:start] = 0
-        handle.num_unaligned_recv_tokens_per_expert.copy_(counts)
-        handle.psum_num_recv_tokens_per_scaleup_rank.copy_(torch.tensor(got.per_source).cumsum(0))
-        handle.per_source = got.per_source
-        source_N = torch.repeat_interleave(torch.tensor(got.per_source)).int()
-        head = [(source_N * handle.num_max_tokens_per_rank + got.token_N)[:, None], got.token_N[:, None]]
-        handle.recv_src_metadata = torch.cat([*head, place_NK], dim=1)
-
-    def _receive(self) -> routing.Received:
-        if self._got is None:
-            self._got = routing.received(_wait(self._arrival, "dispatch"), fp8=self._fp8)
-        return self._got
-
-    def _counts(self) -> Tensor:
-        ids = self._receive().local_NK.flatten() + 1
-        return torch.bincount(ids, minlength=self._local + 1)[1:]
-
-
 def _buffer_bytes(group: DoubleGroup, max_tokens: int, hidden: int, top_k: int, fp8: bool) -> int:
     return elastic_buffer_bytes(
         max_tokens=max_tokens,
@@ -346,11 +239,3 @@ def _buffer_bytes(group: DoubleGroup, max_tokens: int, hidden: int, top_k: int, 
         ranks_per_node=8,
         fp8=fp8,
     )
-
-
-def _wait(arrival: Arrival, operation: str) -> list[list[Tensor]]:
-    try:
-        arrived = arrival.receive()
-    except (StepTimeout, PeerLost) as error:
-        raise contracts.DeviceTrap(f"DeepEP timeout for {operation}; version 2 masks no ranks") from error
-    return [message for message in arrived if message is not None]
