@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from moe_runtime.eplb.bound import REASONS, Bound, lower_bound
+from moe_runtime.eplb.checks import check_task
 from moe_runtime.eplb.effort import EFFORTS, Effort
 from moe_runtime.eplb.loads import check_load, from_units, to_units
 from moe_runtime.eplb.movement import Trade, improve
