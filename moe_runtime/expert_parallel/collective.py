@@ -178,4 +178,6 @@ class CollectiveBuffer:
             back_splits=torch.bincount(source_N, minlength=self._ranks).tolist(),
         )
         self.meter.totals.received_rows.append(len(row_N))
-        return arrange(x_NH, scales_NB, counts_s, capacity=self._capacity, state=state)
+        starts_s = (counts_s.cumsum(0) - counts_s).to(torch.int32)
+        counts_s = counts_s.to(torch.int32)
+        return arrange(x_NH, scales_NB, starts_s, counts_s, capacity=self._capacity, state=state)

@@ -65,13 +65,14 @@ class LocalBuffer:
 
     def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> _Dispatched:
         """Rows in order (slot, token)."""
-        x_NH, rows_TK, _, counts_s = self._permute(x_TH, slot_ids_TK, self._slots)
+        x_NH, rows_TK, starts_s, counts_s = self._permute(x_TH, slot_ids_TK, self._slots)
         scales_NB = None
         if self._payload is not None:
             x_NH, scales_NB = self._payload.encode(x_NH)
         self.meter.totals.received_rows.append(len(x_NH))
         state = _State(rows_TK, weights_TK)
-        return _Dispatched(arrange(x_NH, scales_NB, counts_s.long(), capacity=self._capacity, state=state))
+        rows = arrange(x_NH, scales_NB, starts_s, counts_s, capacity=self._capacity, state=state)
+        return _Dispatched(rows)
 
     def combine(self, y: Tensor, rows: Rows) -> _Combined:
         """The weighted sum of `y`."""

@@ -12,17 +12,21 @@ from moe_runtime.expert_parallel.buffer import GroupedRows, MaskedRows, Rows
 
 
 def arrange(
-    x_NH: Tensor, scales_NB: Tensor | None, counts_s: Tensor, *, capacity: int | None, state: Any
+    x_NH: Tensor,
+    scales_NB: Tensor | None,
+    starts_s: Tensor,
+    counts_s: Tensor,
+    *,
+    capacity: int | None,
+    state: Any,
 ) -> Rows:
-    """GroupedRows, or with a `capacity` MaskedRows of that many rows per slot. counts int64 [s]."""
-    counts = counts_s.to(torch.int32)
+    """GroupedRows, or with a `capacity` MaskedRows of that many rows per slot. starts, counts int32 [s]."""
     if capacity is None:
-        starts = (counts_s.cumsum(0) - counts_s).to(torch.int32)
-        return GroupedRows(x_NH, starts, counts, None, state, scales_NB)
-    valid_sc = _valid(counts, capacity)
+        return GroupedRows(x_NH, starts_s, counts_s, None, state, scales_NB)
+    valid_sc = _valid(counts_s, capacity)
     return MaskedRows(
         x=_spread(x_NH, valid_sc),
-        counts=counts,
+        counts=counts_s,
         weights=None,
         state=state,
         scales=None if scales_NB is None else _spread(scales_NB, valid_sc),

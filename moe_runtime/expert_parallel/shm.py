@@ -101,6 +101,7 @@ class ShmBuffer:
         self.sizes = sizes
         self.meter = TransportMeter()
         self._rank, self._timeout = rank, timeout
+        self._token_M1 = np.arange(sizes.max_tokens)[:, None]
         self._capacity = sizes.num_ranks * sizes.max_tokens if layout == "masked" else None
         self._mailbox: Mailbox
         self._halves: list[_Half]
@@ -159,9 +160,8 @@ class ShmBuffer:
         T = len(slots_TK)
         # Column R is for pairs that go nowhere: -1 // s is -1.
         goes_TR = np.zeros((T, sizes.num_ranks + 1), bool)
-        goes_TR[np.arange(T)[:, None], slots_TK // sizes.slots_per_rank] = True
-        goes_TR[:, [self._rank, sizes.num_ranks]] = False
-        rows = int(np.count_nonzero(goes_TR))
+        goes_TR[self._token_M1[:T], slots_TK // sizes.slots_per_rank] = True
+        rows = int(np.count_nonzero(goes_TR[:, :-1])) - int(np.count_nonzero(goes_TR[:, self._rank]))
         totals.rows_dispatched += rows
         totals.bytes_dispatched += rows * sizes.payload.row_bytes(sizes.hidden)
         totals.bytes_dispatched += (sizes.num_ranks - 1) * (8 + 4 * slots_TK.size)
@@ -217,8 +217,9 @@ class _Dispatch:
         buffer._copied(self.transfer, arrived)
         buffer.meter.totals.received_rows.append(len(rank_N))
         state = _State(rank_N, token_N, k_N, self.slots_TK, self.weights_TK)
-        counts = torch.from_numpy(counts_s)
-        return arrange(x_NH, scales_NB, counts, capacity=buffer._capacity, state=state)
+        starts = torch.from_numpy((counts_s.cumsum() - counts_s).astype(np.int32))
+        counts = torch.from_numpy(counts_s.astype(np.int32))
+        return arrange(x_NH, scales_NB, starts, counts, capacity=buffer._capacity, state=state)
 
 
 @dataclass(slots=True)
