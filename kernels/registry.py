@@ -34,6 +34,7 @@ TABLE: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "linear": {"any": "linear.reference", "cpu": "linear.cpu"},
         "mla_decode": {"any": "mla_decode.reference", "cpu": "mla_decode.cpu"},
         "mla_prefill": {"any": "mla_prefill.reference", "cpu": "mla_prefill.cpu"},
+        "pack": {"any": "pack.reference", "cpu": "pack.cpu"},
         "permute": {"any": "permute.reference", "cpu": "permute.cpu"},
         "plan_decode": {"any": "paged.reference", "cpu": "paged.cpu"},
         "plan_prefill": {"any": "paged.reference", "cpu": "paged.cpu"},

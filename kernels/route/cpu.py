@@ -1,11 +1,18 @@
-"""route on a CPU: top-k by selection, which leaves the order of equal scores open; a full stable
-sort only where scores that matter are equal."""
+"""route on a CPU: the choice in numpy for few tokens, whose calls cost less, else torch's top-k.
 
+Scores and weights are torch's either way and a choice only compares and copies, so the result does
+not depend on the way taken.
+"""
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_runtime.kernels.route import reference
 from moe_runtime.kernels.route.reference import Scoring
+
+FEW_TOKENS = 64
 
 
 def route(
@@ -25,24 +32,50 @@ def route(
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if num_groups > 1:
-        T, E = choice_TE.shape
-        choice_TGe = choice_TE.view(T, num_groups, E // num_groups)
-        if scoring == "sigmoid":
-            group_scores_TG = choice_TGe.topk(2, dim=-1).values.sum(-1)
-        else:
-            group_scores_TG = choice_TGe.amax(-1)
-        dropped_TG = torch.ones_like(group_scores_TG, dtype=torch.bool)
-        dropped_TG.scatter_(1, _best(group_scores_TG, kept_groups), False)
-        choice_TE = choice_TGe.masked_fill(dropped_TG.unsqueeze(-1), masked_group_score).view(T, E)
-    expert_ids_TK = _best(choice_TE, top_k)
+    groups = (num_groups, kept_groups, 2 if scoring == "sigmoid" else 1, masked_group_score)
+    if len(choice_TE) <= FEW_TOKENS:
+        expert_ids_TK = torch.from_numpy(_choose_few(choice_TE.numpy(), top_k, *groups))
+    else:
+        expert_ids_TK = _choose_many(choice_TE, top_k, *groups)
     weights_TK = scores_TE.gather(1, expert_ids_TK)
     if normalize:
         weights_TK /= weights_TK.sum(-1, keepdim=True).add_(epsilon)
     return expert_ids_TK, weights_TK.mul_(scale)
 
 
+def _choose_few(
+    choice_TE: NDArray[np.float32], top_k: int, num_groups: int, kept: int, group_best: int, masked: float
+) -> NDArray[np.int64]:
+    if num_groups > 1:
+        T, E = choice_TE.shape
+        choice_TGe = choice_TE.reshape(T, num_groups, E // num_groups).copy()
+        if group_best == 2:
+            best_TG2 = np.partition(choice_TGe, E // num_groups - 2, axis=-1)[..., -2:]
+            group_scores_TG = best_TG2[..., 0] + best_TG2[..., 1]
+        else:
+            group_scores_TG = choice_TGe.max(-1)
+        dropped = np.argsort(-group_scores_TG, axis=-1, kind="stable")[:, kept:]
+        choice_TGe[np.arange(T)[:, None], dropped] = masked
+        choice_TE = choice_TGe.reshape(T, E)
+    ids_TK: NDArray[np.int64] = np.argsort(-choice_TE, axis=-1, kind="stable")[:, :top_k]
+    return np.ascontiguousarray(ids_TK)
+
+
+def _choose_many(
+    choice_TE: Tensor, top_k: int, num_groups: int, kept: int, group_best: int, masked: float
+) -> Tensor:
+    if num_groups > 1:
+        T, E = choice_TE.shape
+        choice_TGe = choice_TE.view(T, num_groups, E // num_groups)
+        group_scores_TG = choice_TGe.topk(group_best, dim=-1).values.sum(-1)
+        dropped_TG = torch.ones_like(group_scores_TG, dtype=torch.bool)
+        dropped_TG.scatter_(1, _best(group_scores_TG, kept), False)
+        choice_TE = choice_TGe.masked_fill(dropped_TG.unsqueeze(-1), masked).view(T, E)
+    return _best(choice_TE, top_k)
+
+
 def _best(scores_TE: Tensor, count: int) -> Tensor:
+    """Top-k by selection, which leaves the order of equal scores open: sorted in full where they matter."""
     if count >= scores_TE.shape[1]:
         return reference.best(scores_TE, count)
     values, ids = scores_TE.topk(count + 1, dim=-1)

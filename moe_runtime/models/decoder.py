@@ -4,7 +4,7 @@ Owns embedding, layers, final norm and output head. Parameter names are those of
 `moe_runtime.spec.weights`; values come from the loader. T rows, N sampled rows, H hidden, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Decoder(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.spec, self._ops = spec, ops
+        self.spec, self._ops, self._prepared = spec, ops, False
         self.embed = Embedding(spec.vocab_size, spec.hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
         self.norm = Weight(spec.hidden, dtype=dtype, device=device)
@@ -59,7 +59,22 @@ class Decoder(nn.Module):
         return logits_NV.float()
 
     def prepare(self) -> None:
-        """To be called once the parameters are filled, before the first step."""
+        """Lay the weights out for the device, once they are filled; a decoder also runs without.
+
+        Works in place: afterwards `tensors` holds the same bytes per parameter (per slot, where
+        there are slots) in another order, and must not be filled from a checkpoint again.
+        """
+        assert not self._prepared, "weights are packed once"
+        self._prepared = True
+        for layer in self._decoder_layers():
+            layer.prepare()
+        if self.lm_head is not self.embed:  # token embeddings are looked up by row
+            self.lm_head.pack(self._ops.pack)
+
+    def _decoder_layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every parameter once, by name, for the loader; a tied head is the embedding's."""

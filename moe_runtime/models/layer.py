@@ -51,6 +51,10 @@ class DecoderLayer(nn.Module):
         result: Tensor = self._ops.rms_norm(x_TH, norm.weight, self._eps)
         return result
 
+    def prepare(self) -> None:
+        """Pack the weights, once they are filled."""
+        self.attention.prepare()
+
     def forward(self, x_TH: Tensor, step: StepContext) -> Stages:
         """COLLECTIVE in MoE layers: drive to the end; the new hidden state [T, H] is the return value."""
         raise NotImplementedError
@@ -64,6 +68,10 @@ class DenseLayer(DecoderLayer):
     ) -> None:
         super().__init__(spec, layer, rope=rope, ops=ops, dtype=dtype, device=device)
         self.mlp = GatedMlp(spec.hidden, spec.dense_intermediate, ops=ops, dtype=dtype, device=device)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.mlp.prepare()
 
     def forward(self, x_TH: Tensor, step: StepContext) -> Stages:
         clock = step.clock
@@ -101,6 +109,10 @@ class MoeLayer(DecoderLayer):
         super().__init__(spec, layer, rope=rope, ops=ops, dtype=dtype, device=device)
         self._buffer, self._slots = buffer, slots
         self.moe = MoeBlock(spec, slots_per_rank=slots_per_rank, ops=ops, dtype=dtype, device=device)
+
+    def prepare(self) -> None:
+        super().prepare()
+        self.moe.prepare()
 
     def forward(self, x_TH: Tensor, step: StepContext) -> Stages:
         clock, moe = step.clock, self.moe

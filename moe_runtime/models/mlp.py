@@ -18,6 +18,11 @@ class GatedMlp(nn.Module):
         self.gate_up_proj = Weight(2 * intermediate, hidden, dtype=dtype, device=device)
         self.down_proj = Weight(hidden, intermediate, dtype=dtype, device=device)
 
+    def prepare(self) -> None:
+        """Pack the weights."""
+        self.gate_up_proj.pack(self._ops.pack, parts=2)
+        self.down_proj.pack(self._ops.pack)
+
     def forward(self, h_TH: Tensor, *, add_to: Tensor) -> Tensor:
         """`add_to` [T, H] plus the MLP's output, in place."""
         result: Tensor = self._ops.gated_mlp(

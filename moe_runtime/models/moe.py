@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.expert_parallel.buffer import GroupedRows
+from moe_runtime.expert_parallel.buffer import Rows
 from moe_runtime.models.mlp import GatedMlp
 from moe_runtime.models.ops import Ops
 from moe_runtime.models.parameters import empty_parameter
@@ -49,6 +49,10 @@ class Router(nn.Module):
             "scale": r.scale,
         }
 
+    def prepare(self) -> None:
+        """Widen the weight to fp32 once, and pack it."""
+        self.weight.data = self._ops.pack(self.weight.data.float())
+
     def forward(self, h_TH: Tensor) -> Route:
         """Experts and weights of each row."""
         logits_TE = self._ops.linear(h_TH.float(), self.weight.float())
@@ -73,12 +77,19 @@ class Experts(nn.Module):
         self.gate_up = empty_parameter(slots, 2 * moe.intermediate, hidden, dtype=dtype, device=device)
         self.down = empty_parameter(slots, hidden, moe.intermediate, dtype=dtype, device=device)
 
-    def forward(self, rows: GroupedRows) -> Tensor:
-        """[N, H]: each received row through the expert of its slot."""
-        result: Tensor = self._ops.experts(
-            rows.x, rows.starts, rows.counts, self.gate_up, self.down, rows.weights
+    def prepare(self) -> None:
+        """Pack the weights; a slot keeps its byte range, so ranks may copy each other's slots as they are."""
+        self.gate_up.data = self._ops.pack(self.gate_up.data, parts=2)
+        self.down.data = self._ops.pack(self.down.data)
+
+    def forward(self, rows: Rows) -> Tensor:
+        """In the shape of `rows.x` and the dtype of the weights: each row through the expert of its slot."""
+        x = rows.values(self.down.dtype)
+        weights = None if rows.weights is None else rows.weights.flatten()
+        y_NH: Tensor = self._ops.experts(
+            x.flatten(0, -2), rows.starts, rows.counts, self.gate_up, self.down, weights
         )
-        return result
+        return y_NH.view(x.shape)
 
 
 class MoeBlock(nn.Module):
@@ -104,3 +115,10 @@ class MoeBlock(nn.Module):
             if moe.shared_intermediate
             else None
         )
+
+    def prepare(self) -> None:
+        """Pack the weights of all parts."""
+        self.router.prepare()
+        self.experts.prepare()
+        if self.shared_experts is not None:
+            self.shared_experts.prepare()

@@ -9,6 +9,7 @@ from moe_runtime.kernels.registry import Kernel, Kernels
 class Ops:
     """One field per operation; signatures are those of the kernels' references."""
 
+    pack: Kernel
     linear: Kernel
     gated_mlp: Kernel
     experts: Kernel

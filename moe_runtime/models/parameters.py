@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from moe_runtime.kernels.registry import Kernel
+
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """An uninitialised parameter without gradient."""
@@ -22,3 +24,7 @@ class Weight(nn.Module):
         super().__init__()
         self.weight = empty_parameter(*shape, dtype=dtype, device=device)
         self.bias = empty_parameter(shape[0], dtype=dtype, device=device) if bias else None
+
+    def pack(self, pack: Kernel, *, parts: int = 1) -> None:
+        """Lay the weight out as the device's products like it; once, when it is filled."""
+        self.weight.data = pack(self.weight.data, parts=parts)

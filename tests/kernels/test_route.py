@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.kernels.registry import select
+from moe_runtime.kernels.route import cpu
 from moe_runtime.kernels.route.reference import route as reference
 
 
@@ -73,9 +74,15 @@ def test_route_is_the_plain_loop(case):
         want_ids, want_weights = plain(logits[t], bias, masked=case["masked"], **how)
         assert ids[t].tolist() == want_ids
         assert weights[t].tolist() == pytest.approx(want_weights, rel=1e-6)
-    fast_ids, fast_weights = select("route", "cpu")(logits, bias, masked_group_score=case["masked"], **how)
-    assert torch.equal(fast_ids, ids)
-    assert torch.equal(fast_weights, weights)
+    for few in (0, cpu.FEW_TOKENS):  # torch's way, then numpy's
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "FEW_TOKENS", few)
+            fast_ids, fast_weights = select("route", "cpu")(
+                logits, bias, masked_group_score=case["masked"], **how
+            )
+        assert torch.equal(fast_ids, ids)
+        assert fast_ids.is_contiguous()
+        assert torch.equal(fast_weights, weights)
 
 
 def test_weights_ignore_the_bias_and_masked_scores_differ():

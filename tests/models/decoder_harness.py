@@ -22,7 +22,12 @@ CPU = torch.device("cpu")
 
 
 def load_decoder(
-    folder: Path, *, dtype: str = "float32", redundant_experts: int = 0, buffer: Buffer | None = None
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    redundant_experts: int = 0,
+    buffer: Buffer | None = None,
+    prepare: bool = True,
 ) -> Decoder:
     """The decoder of a checkpoint, every expert on this one rank."""
     with Checkpoint.open(folder) as checkpoint:
@@ -44,7 +49,8 @@ def load_decoder(
         )
         targets = registry.tensor_targets(spec)
         load_rank(checkpoint, targets, decoder.tensors(), lambda layer: placement.local_experts(layer, 0))
-    decoder.prepare()
+    if prepare:
+        decoder.prepare()
     return decoder
 
 

@@ -161,6 +161,22 @@ def test_replicas_change_nothing(model):
     check(got, model.logits(ids))
 
 
+def test_prepare_changes_the_order_of_bytes_only(model):
+    ids = prompt(60)
+    plain = load_decoder(model.folder, prepare=False)
+    check(Rank(plain).step(prefill={0: ids}), model.logits(ids))
+    before = {name: tensor.clone() for name, tensor in plain.tensors().items()}
+    plain.prepare()
+    packed = plain.tensors()
+    assert packed.keys() == before.keys()
+    for name, tensor in packed.items():
+        assert torch.equal(tensor.flatten().sort().values, before[name].flatten().sort().values)
+        if ".experts." in name:
+            assert tensor.shape[0] == before[name].shape[0]
+            assert torch.equal(tensor[3].flatten().sort().values, before[name][3].flatten().sort().values)
+    assert any(tensor.shape != before[name].shape for name, tensor in packed.items())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16(family, tmp_path):
     """Rounding to 8 bits everywhere: closeness is judged against how far transformers' bf16 is from fp32."""

@@ -33,6 +33,11 @@ class GqaAttention(nn.Module):
             self.k_norm = Weight(a.head_dim, dtype=dtype, device=device)
         self.o_proj = Weight(spec.hidden, a.num_heads * a.head_dim, dtype=dtype, device=device)
 
+    def prepare(self) -> None:
+        """Pack the projections."""
+        self.qkv_proj.pack(self._ops.pack)
+        self.o_proj.pack(self._ops.pack)
+
     def project(self, h_TH: Tensor, step: StepContext) -> Tensor:
         """Queries [T, A, d], normalised and rotated; the rows' cache entries are written."""
         a, ops, dim = self._a, self._ops, self._rope.dim

@@ -43,6 +43,12 @@ class MlaAttention(nn.Module):
         self.kv_b_proj = weight(a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank)
         self.o_proj = weight(spec.hidden, a.num_heads * a.v_head_dim)
 
+    def prepare(self) -> None:
+        """Pack the projections; `kv_b_proj` stays plain, as its two halves are used per head."""
+        first = (self.qkv_a_proj, self.q_b_proj) if self._a.q_lora_rank else (self.q_proj, self.kv_a_proj)
+        for projection in (*first, self.o_proj):
+            projection.pack(self._ops.pack)
+
     def project(self, h_TH: Tensor, step: StepContext) -> Tensor:
         """Queries [T, A, nope + rope], rotated; the rows' cache entries are written."""
         a, ops = self._a, self._ops
