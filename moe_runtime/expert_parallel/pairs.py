@@ -4,44 +4,8 @@ combine order is `topk_fp32`.
 T tokens, K top-k, H hidden, R ranks, s slots per rank, U (token, rank) pairs.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Pairs:
-    """P pairs in order (slot, token, k).
-
-    token_P      int64, the token of each pair
-    row_TK       int64, the pair's place in that order; P where slot_ids was -1
-    weights_TK   fp32, 0 where slot_ids was -1
-    counts_S     int64, pairs per slot
-    """
-
-    token_P: Tensor
-    row_TK: Tensor
-    weights_TK: Tensor
-    counts_S: Tensor
-
-
-def sort_pairs(slot_ids_TK: Tensor, weights_TK: Tensor, num_slots: int) -> Pairs:
-    """Order the pairs of a dispatch by slot; stable, so rows of a slot stay in token order."""
-    T, K = slot_ids_TK.shape
-    flat = slot_ids_TK.reshape(-1)
-    # -1 sorts to the end and is cut off.
-    order = torch.argsort(torch.where(flat < 0, num_slots, flat), stable=True)
-    counts = torch.bincount(flat + 1, minlength=num_slots + 1)
-    num_pairs = T * K - int(counts[0])
-    row = torch.empty_like(order)
-    row[order] = torch.arange(T * K, device=order.device)
-    return Pairs(
-        token_P=order[:num_pairs] // K,
-        row_TK=row.view(T, K).clamp_(max=num_pairs),
-        weights_TK=weights_TK.masked_fill(slot_ids_TK < 0, 0.0),
-        counts_S=counts[1:],
-    )
 
 
 def destinations(slot_ids_TK: Tensor, *, num_ranks: int, slots_per_rank: int) -> tuple[Tensor, Tensor]:
