@@ -16,6 +16,7 @@ SIZES = ("tiny", "small")
 
 def run(argv: Sequence[str]) -> int:
     """Run a command; returns the exit code: 0, 1 for a failure, 2 for something the user can mend."""
+    _open_standard_streams()
     arguments = parser().parse_args(argv)
     # A command's module is imported only when it runs: `check` must not wait for torch.
     command = import_module(f"moe_runtime.launch.commands.{arguments.command.replace('-', '_')}")
@@ -30,7 +31,19 @@ def run(argv: Sequence[str]) -> int:
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
+    except OSError as error:  # a full disk, say
+        say(f"failed: {error}")
+        return 1
     return code
+
+
+def _open_standard_streams() -> None:
+    """A closed standard stream's number would be given to the next socket or file."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
 
 
 def parser() -> argparse.ArgumentParser:

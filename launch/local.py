@@ -5,27 +5,32 @@ started dies with them; they watch this process, so that they die with it too.
 """
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 
 from moe_runtime.launch import environment
 from moe_runtime.launch.console import say
+from moe_runtime.launch.sockets import make_session
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(argv: Sequence[str], num_ranks: int) -> int:
     """Run `python -m moe_runtime ARGV` as `num_ranks` ranks; the exit code is the first failure's, or 0."""
+    session = make_session()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
-        ranks = [_start(argv, rank, num_ranks, listener) for rank in range(num_ranks)]
-    previous = {s: signal.signal(s, _raise_interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+        ranks = [_start(argv, rank, num_ranks, listener, session) for rank in range(num_ranks)]
+    previous = {s: signal.signal(s, _raise_interrupt) for s in INTERRUPTS}
     try:
         return _supervise(ranks)
     except KeyboardInterrupt as interrupt:
@@ -33,6 +38,7 @@ def launch(argv: Sequence[str], num_ranks: int) -> int:
         return 128 + int(interrupt.args[0] if interrupt.args else signal.SIGINT)
     finally:
         _end_all(ranks)
+        shutil.rmtree(session, ignore_errors=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -42,13 +48,14 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _start(
-    argv: Sequence[str], rank: int, num_ranks: int, listener: socket.socket
+    argv: Sequence[str], rank: int, num_ranks: int, listener: socket.socket, session: Path
 ) -> "subprocess.Popen[bytes]":
     env = dict(os.environ)
     env[environment.RANK] = str(rank)
     env[environment.WORLD] = str(num_ranks)
     env[environment.PORT] = str(listener.getsockname()[1])
     env[environment.PARENT] = str(os.getpid())
+    env[environment.SESSION] = str(session)
     fds = []
     if rank == 0:
         # Rank 0 hosts the store on a socket that listens already: no port can be lost in between.
@@ -70,23 +77,30 @@ def _supervise(ranks: "list[subprocess.Popen[bytes]]") -> int:
                 say(f"rank {rank} was killed by {signal.Signals(-code).name}")
                 return 128 - code
             if code > 0:
+                if code - 128 in (signal.SIGTERM, signal.SIGHUP):
+                    say(f"rank {rank} was ended by {signal.Signals(code - 128).name}")
                 return code
         time.sleep(POLL_SECONDS)
     return 0
 
 
 def _end_all(ranks: "list[subprocess.Popen[bytes]]") -> None:
-    """SIGTERM, then SIGKILL, to every rank's session; returns when all are reaped."""
+    """SIGTERM, then SIGKILL, to every rank's session; returns when all are reaped.
+
+    Another interrupt meanwhile kills at once.
+    """
+    for interrupt in INTERRUPTS:
+        signal.signal(interrupt, lambda number, frame: _signal_all(ranks, signal.SIGKILL))
     for number in (signal.SIGTERM, signal.SIGKILL):
-        for process in ranks:
-            _signal_session(process, number)
+        _signal_all(ranks, number)
         deadline = time.monotonic() + GRACE_SECONDS
         while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
 
-def _signal_session(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
-    try:
-        os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return  # all of the session has ended
+def _signal_all(ranks: "list[subprocess.Popen[bytes]]", number: signal.Signals) -> None:
+    for process in ranks:
+        try:
+            os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue  # all of the session has ended

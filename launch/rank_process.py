@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -32,9 +31,9 @@ from moe_runtime.launch.environment import RankEnvironment
 from moe_runtime.launch.parent import watch_parent
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.rendezvous import Rendezvous
+from moe_runtime.launch.sockets import make_session
 
 SECONDARY_DELAY = 2.0
-LONGEST_TMPDIR = 50
 FRONTEND_EXIT_SECONDS = 60.0
 POISON = "MOE_RUNTIME_POISON_KV"
 
@@ -140,9 +139,8 @@ class _RankProcess:
     def _open_session(self, rendezvous: Rendezvous) -> Path:
         """A directory for sockets that only this user can enter; rank 0 makes it."""
         if self.env.rank == 0:
-            # Socket paths are short by the kernel's rule; a long TMPDIR has no room for one.
-            long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
-            self.session = Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))
+            given = os.environ.get(environment.SESSION)
+            self.session = Path(given) if given else make_session()
             rendezvous.store.set("session", str(self.session))
         return Path(rendezvous.store.get("session").decode())
 

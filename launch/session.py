@@ -6,12 +6,12 @@ frontend, a child of rank 0, it does the command's own work against the fleet.
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from moe_runtime.files import require_writable
+from moe_runtime.files import require_outputs
 from moe_runtime.frontend.fleet import Bootstrap, Fleet
 from moe_runtime.launch import environment, local
 from moe_runtime.launch.console import say
@@ -29,6 +29,8 @@ def run(
     *,
     check: Callable[[Preflight], None],
     work: Work,
+    inputs: Mapping[str, Path],
+    outputs: Mapping[str, Path | None],
     timeline: Path | None,
 ) -> int:
     """`check` looks at the command's own inputs before any rank starts; `work` runs in the frontend.
@@ -47,8 +49,8 @@ def run(
         from moe_runtime.launch import rank_process
 
         return rank_process.run(env, plan, overrides, argv, trace=timeline is not None)
-    if timeline is not None:
-        require_writable(timeline)
+    outputs = {**outputs, "--timeline-out": timeline}
+    require_outputs(outputs, {"PLAN": plan, **inputs})
     flight = preflight(plan, overrides, check_tensors=True)
     check(flight)
     return local.launch(argv, flight.effective.num_ranks)

@@ -2,32 +2,75 @@
 
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from moe_runtime.errors import InputError
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a temporary file beside `path` and rename it over `path`; InputError if that cannot be done."""
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    """Write a temporary file beside `path` and rename it over `path`; InputError if that cannot be done.
+
+    A symbolic link stays one: what it points to is replaced. A device or pipe is written to.
+    """
+    partial: Path | None = None
     try:
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            with target.open("wb") as file:
+                file.write(data)
+            return
+        partial = target.with_name(f".{secrets.token_hex(8)}.partial")
         with partial.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
+        partial.replace(target)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        if partial is not None:
+            partial.unlink(missing_ok=True)
 
 
 def require_writable(path: Path) -> None:
     """InputError if `write_atomically(path, ...)` is bound to fail; ask before the work, not after."""
-    folder = path.parent
-    if path.is_dir():
-        raise InputError(f"{path}: is a folder, not a file")
-    if not folder.is_dir():
-        raise InputError(f"{path}: the folder {folder} does not exist")
+    try:
+        target = path.resolve()
+        if target.is_dir():
+            raise InputError(f"{path}: is a folder, not a file")
+        folder = target.parent
+        if not folder.is_dir():
+            raise InputError(f"{path}: the folder {folder} does not exist")
+        target.exists()  # says whether the name is one the file system takes
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise InputError(f"{path}: the folder {folder} cannot be written to")
+
+
+def require_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]) -> None:
+    """InputError unless every output can be written and none is an input or another output.
+
+    Keys are what the user calls them, such as `--out`; outputs that are None were not asked for.
+    """
+    taken = {path.resolve(): name for name, path in inputs.items()}
+    for name, path in outputs.items():
+        if path is None:
+            continue
+        require_writable(path)
+        target = path.resolve()
+        other = taken.get(target)
+        if other is not None and not (target.exists() and not target.is_file()):
+            raise InputError(f"{name} {path}: is the same file as {other}")
+        taken[target] = name
+
+
+def read_regular(path: Path) -> bytes:
+    """The bytes of a regular file; InputError for anything else, since it is read more than once."""
+    try:
+        if path.exists() and not path.is_file():
+            raise InputError(f"{path}: must be a regular file: it is read more than once")
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error

@@ -182,7 +182,7 @@ def _validate(table: NDArray[np.int32], num_experts: int, num_ranks: int) -> Non
     if (counts == 0).any():
         layer, expert = (int(i) for i in np.argwhere(counts == 0)[0])
         raise PlacementError(f"layer {layer}: expert {expert} has no replica")
-    ordered = np.sort(table.reshape(len(table), num_ranks, -1), axis=2)
+    ordered = np.sort(table.reshape(len(table), num_ranks, table.shape[1] // num_ranks), axis=2)
     twins = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     if twins.any():
         for layer, rank, place in np.argwhere(twins):

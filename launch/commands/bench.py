@@ -9,7 +9,6 @@ from pathlib import Path
 import moe_runtime
 from moe_runtime.checkpoint.tokenizer import Tokenizer
 from moe_runtime.errors import InputError
-from moe_runtime.files import require_writable
 from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.prompts import trace_prompts, usable_ids
 from moe_runtime.frontend.replay import Arrival, replay
@@ -36,6 +35,8 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         argv,
         check=command.check,
         work=command.work,
+        inputs={"--trace": arguments.trace},
+        outputs={"--out": arguments.out},
         timeline=arguments.timeline_out,
     )
 
@@ -52,21 +53,17 @@ class _Bench:
 
     def check(self, flight: Preflight) -> None:
         """Everything wrong with the inputs, before a rank starts."""
-        require_writable(self.out)
-        if self.out.exists() and self.out.samefile(self.options.trace):
-            raise InputError(f"{self.out}: would overwrite the trace")
         self._arrivals(flight)
 
     def _arrivals(self, flight: Preflight) -> list[Arrival]:
         o = self.options
         requests = read_trace(Path(o.trace), limit=o.limit, speed=o.speed, scale_lengths=o.scale_lengths)
-        tokenizer = Tokenizer(Path(flight.effective.model.path))
         model = flight.model
         special = [*model.eos_token_ids, *([] if model.bos_token_id is None else [model.bos_token_id])]
         prompts = trace_prompts(
             requests,
             ids=usable_ids(model.vocab_size, special),
-            encode=tokenizer.encode,
+            encode=lambda text: Tokenizer(Path(flight.effective.model.path)).encode(text),
             max_tokens=_sequence_room(flight),
         )
         _require_prefill_room(flight, [(r.where, len(p)) for r, p in zip(requests, prompts, strict=True)])

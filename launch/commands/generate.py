@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from moe_runtime.checkpoint.tokenizer import Tokenizer
 from moe_runtime.errors import InputError
-from moe_runtime.files import require_writable
 from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.prompts import PromptRequest, prompt_ids, read_prompts
 from moe_runtime.frontend.results import GenerateResult, write_logits, write_results
@@ -28,6 +27,8 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         argv,
         check=command.check,
         work=command.work,
+        inputs={"--prompts": arguments.prompts},
+        outputs={"--out": arguments.out, "--logits": arguments.logits},
         timeline=arguments.timeline_out,
     )
 
@@ -40,11 +41,6 @@ class _Generate:
 
     def check(self, flight: Preflight) -> None:
         """Everything wrong with the inputs, before a rank starts."""
-        for path in (self.out, self.logits):
-            if path is not None:
-                require_writable(path)
-                if path.exists() and path.samefile(self.prompts):
-                    raise InputError(f"{path}: would overwrite the prompts")
         self._requests()
         Tokenizer(Path(flight.effective.model.path))
 

@@ -103,7 +103,8 @@ class Checkpoint:
     def _check_extra(self, needed: set[str], skipped: Callable[[str], bool]) -> None:
         extra = defaultdict(list)
         for name, entry in self.entries.items():
-            if name not in needed and not skipped(name):
+            # Tensors without values say nothing: some writers store them for parts a model lacks.
+            if name not in needed and not skipped(name) and entry.nbytes:
                 extra[entry.file].append(name)
         for file, names in extra.items():
             raise CheckpointError(f"{file}: {_counted(names, 'not part of the model')}")

@@ -3,6 +3,7 @@
 Owns reading and the checks of single values; what the fields mean is the caller's business.
 """
 
+import codecs
 import difflib
 import math
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from moe_runtime.errors import InputError
+from moe_runtime.files import read_regular
 
 _LARGEST = 2**63 - 1
 
@@ -53,13 +55,17 @@ class Line:
             )
         return value
 
-    def number(self, field: str, *, default: float | None = None, low: float = -math.inf) -> float:
-        """A finite number >= low."""
+    def number(
+        self, field: str, *, default: float | None = None, low: float = -math.inf, high: float = math.inf
+    ) -> float:
+        """A finite number from low to high."""
         value = self._get(field, default)
         if not isinstance(value, int | float) or isinstance(value, bool):
             self.fail(field, f"must be a number, not {_kind(value)}")
         if not math.isfinite(value) or value < low:
             self.fail(field, f"is {value}, must be {low:g} or more")
+        if value > high:
+            self.fail(field, f"is {value}, must be {high:g} or less")
         return float(value)
 
     def boolean(self, field: str, *, default: bool) -> bool:
@@ -102,10 +108,7 @@ def read_lines(path: Path) -> Iterator[Line]:
 
     Raises InputError for a line that is not a JSON object, and for a file without lines.
     """
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+    raw = read_regular(path).removeprefix(codecs.BOM_UTF8)
     empty = True
     for number, text in enumerate(raw.split(b"\n"), start=1):
         if not text.strip():
@@ -114,7 +117,7 @@ def read_lines(path: Path) -> Iterator[Line]:
         where = f"{path}:{number}"
         try:
             value = msgspec.json.decode(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InputError(f"{where}: not JSON: {error}") from error
         if not isinstance(value, dict):
             raise InputError(f"{where}: must be a JSON object, not {_kind(value)}")

@@ -17,6 +17,7 @@ from moe_runtime.frontend.jsonl import Line, read_lines
 from moe_runtime.frontend.trace import HASH_BLOCK_TOKENS, TraceRequest
 from moe_runtime.spec.requests import SamplingParams
 
+MAX_TEMPERATURE = 100.0
 Encode = Callable[[str], Sequence[int]]
 _FIELDS = ("prompt", "prompt_token_ids", "max_tokens", "temperature", "seed", "ignore_eos")
 
@@ -53,7 +54,7 @@ def _read(line: Line, index: int, want_logits: bool) -> PromptRequest:
         prompt_token_ids=ids,
         sampling=SamplingParams(
             max_tokens=line.integer("max_tokens", default=defaults.max_tokens, low=1),
-            temperature=line.number("temperature", default=defaults.temperature, low=0),
+            temperature=line.number("temperature", default=defaults.temperature, low=0, high=MAX_TEMPERATURE),
             seed=line.integer("seed", default=defaults.seed),
             ignore_eos=line.boolean("ignore_eos", default=defaults.ignore_eos),
             want_logits=want_logits,
@@ -108,22 +109,23 @@ def trace_prompts(
     hash id and place in the block, so equal blocks give equal tokens in every run and on every host.
     `max_tokens` bounds prompt and generated tokens together: InputError names the longest request.
     """
-    prompts = [_encode(r.prompt, r.where, encode) if r.prompt else _draw(r, ids) for r in requests]
-    if prompts:
-        _require_fit(requests, prompts, max_tokens)
-    return prompts
+    texts = [_encode(r.prompt, r.where, encode) if r.prompt else None for r in requests]
+    lengths = [r.input_length if t is None else len(t) for r, t in zip(requests, texts, strict=True)]
+    if requests:
+        _require_fit(requests, lengths, max_tokens)
+    return [_draw(r, ids) if t is None else t for r, t in zip(requests, texts, strict=True)]
 
 
-def _require_fit(requests: Sequence[TraceRequest], prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    totals = [len(p) + r.output_length for r, p in zip(requests, prompts, strict=True)]
+def _require_fit(requests: Sequence[TraceRequest], lengths: Sequence[int], max_tokens: int) -> None:
+    totals = [n + r.output_length for r, n in zip(requests, lengths, strict=True)]
     worst = max(range(len(totals)), key=totals.__getitem__)
     total, request = totals[worst], requests[worst]
     if total <= max_tokens:
         return
-    scale = _scale_down(request, total, max_tokens)
-    hint = "" if request.prompt else f"; --scale-lengths {scale:g} would fit"
+    known = not request.prompt and math.isfinite(request.block_tokens)
+    hint = f"; --scale-lengths {_scale_down(request, total, max_tokens):g} would fit" if known else ""
     raise InputError(
-        f"{request.where}: input_length: {len(prompts[worst])} prompt tokens + {request.output_length}"
+        f"{request.where}: input_length: {lengths[worst]} prompt tokens + {request.output_length}"
         f" to generate are {total}, a sequence holds {max_tokens}{hint}"
     )
 

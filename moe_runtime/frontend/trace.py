@@ -11,6 +11,8 @@ from moe_runtime.errors import InputError
 from moe_runtime.frontend.jsonl import Line, read_lines
 
 HASH_BLOCK_TOKENS = 512
+_LONGEST_MS = 1e12
+_MOST_TOKENS = 1 << 40
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids", "prompt")
 
 
@@ -76,6 +78,8 @@ def _read(line: Line, index: int, scale: float) -> tuple[float, TraceRequest]:
     """(timestamp in ms, the request without its arrival)."""
     line.no_misspelling(_FIELDS)
     timestamp = line.number("timestamp")
+    if abs(timestamp) > _LONGEST_MS:
+        line.fail("timestamp", f"is {timestamp:g}, must lie within {_LONGEST_MS:g} ms, about 30 years")
     output_length = line.integer("output_length", low=1)
     prompt = line.text("prompt") if line.has("prompt") else None
     if prompt is not None and scale != 1:
@@ -93,9 +97,14 @@ def _read(line: Line, index: int, scale: float) -> tuple[float, TraceRequest]:
         index=index,
         where=line.where,
         arrival=0.0,
-        input_length=0 if prompt is not None else max(1, round(input_length * scale)),
-        output_length=max(1, round(output_length * scale)),
+        input_length=0 if prompt is not None else _scaled(input_length, scale),
+        output_length=_scaled(output_length, scale),
         hash_ids=hash_ids,
         block_tokens=HASH_BLOCK_TOKENS * scale,
         prompt=prompt,
     )
+
+
+def _scaled(length: int, scale: float) -> int:
+    """A length of at least one token; what is absurdly large stays so and is refused later."""
+    return max(1, round(min(length * scale, _MOST_TOKENS)))

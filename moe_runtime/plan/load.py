@@ -187,6 +187,8 @@ class _Draft:
 
 def _read_text(path: FilePath) -> str:
     try:
+        if path.exists() and not path.is_file():
+            raise PlanError(str(path), "must be a regular file: every process reads it")
         data = path.read_bytes()
     except OSError as error:
         raise PlanError(str(path), f"cannot be read: {error.strerror or error}") from error

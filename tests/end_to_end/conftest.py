@@ -19,7 +19,7 @@ SEEDS = {"deepseek_v3": 3, "qwen3_moe": 0}
 
 def prompts(family: str) -> list[list[int]]:
     """16 prompts of lengths 1..300."""
-    rng = np.random.default_rng(SEEDS[family])
+    rng = np.random.default_rng(SEEDS.get(family, 0))
     lengths = [1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 90, 128, 129, 200, 257, 300]
     return [rng.integers(8, VOCAB, n).tolist() for n in lengths]
 

@@ -68,7 +68,7 @@ def _judge(model: Any, prompt: list[int], tokens: list[int], margins: list[Tenso
     margins.clear()
     logits_TV = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0].float()
     top = logits_TV.topk(2)
-    chosen_T = torch.stack(margins).amin(0)
+    chosen_T = torch.stack(margins).amin(0) if margins else torch.full_like(top.values[:, 0], float("inf"))
     argmax_T = top.values[:, 0] - top.values[:, 1]
     # Token n is computed from positions 0 .. prompt+n-1; the argmax that counts is the last one's.
     first = len(prompt) - 1

@@ -1,15 +1,17 @@
 """Greedy tokens and logits equal transformers' own, whatever the deployment looks like."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.end_to_end.commands import BIN, Generated, moe, read_generated, run, write_plan, write_prompts
 from tests.end_to_end.conftest import FAMILIES, MAX_TOKENS, prompts
-from tests.end_to_end.oracle import Reference
+from tests.end_to_end.oracle import Reference, reference
 
 pytestmark = pytest.mark.multiproc
 
@@ -43,11 +45,9 @@ def generate(tmp_path: Path, checkpoints: dict[str, Path], family: str, deployme
 
 def compare(references: list[Reference], generated: Generated) -> None:
     """All safe tokens equal; nearly all tokens are safe; logits within 2e-4."""
-    for reference, tokens in zip(references, generated.tokens, strict=True):
+    for one, tokens in zip(references, generated.tokens, strict=True):
         assert len(tokens) == MAX_TOKENS
-        assert tokens[: reference.safe] == reference.tokens[: reference.safe], (
-            f"{len(reference.prompt)} tokens in"
-        )
+        assert tokens[: one.safe] == one.tokens[: one.safe], f"{len(one.prompt)} tokens in"
     compared = sum(r.safe for r in references)
     assert compared >= 0.9 * MAX_TOKENS * len(references), f"only {compared} positions are safe to compare"
     expected = torch.stack([r.logits for r in references if r.safe]).numpy()
@@ -130,6 +130,23 @@ def test_two_micro_batches_change_no_token(tmp_path, checkpoints, references, de
     }
     generated = generate(tmp_path, checkpoints, "deepseek_v3", plans[deployments])
     compare(references["deepseek_v3"], generated)
+
+
+def test_a_model_without_experts(tmp_path, checkpoints):
+    """Data-parallel attention alone: no rank waits for another in the layers, and all requests end."""
+    folder = tmp_path / "dense"
+    config = AutoConfig.from_pretrained(checkpoints["deepseek_v3"])
+    config.first_k_dense_replace = config.num_hidden_layers
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoints["deepseek_v3"] / name, folder)
+    asked = prompts("deepseek_v3")[:7]
+    arguments, out, logits = files(tmp_path, {"dense": folder}, "dense", unified(2))
+    write_prompts(tmp_path / "prompts.jsonl", asked, MAX_TOKENS)
+    done = moe(*arguments)
+    assert done.code == 0, done.err
+    compare(reference(folder, asked, MAX_TOKENS), read_generated(out, logits))
 
 
 def test_qwen_under_preemption_at_depth_1(tmp_path, checkpoints, references):

@@ -1,6 +1,7 @@
 """Every bad plan and checkpoint at the command line: exit code 2, one message, no file, no process."""
 
 import json
+import os
 
 import pytest
 
@@ -127,3 +128,44 @@ def test_reports_that_are_none(tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"schema_version": 999}')
     assert "schema_version" in run(capsys, "report", tmp_path / "run.json")
     assert "cannot be read" in run(capsys, "report", tmp_path / "other.json")
+
+
+def test_outputs_never_replace_inputs_or_each_other(tmp_path, capsys, plan):
+    prompts = tmp_path / "prompts.jsonl"
+    arguments = ("generate", plan, "--prompts", prompts, "--out")
+    link = tmp_path / "link"
+    link.symlink_to(prompts)
+    for out, other in ((prompts, "--prompts"), (link, "--prompts"), (plan, "PLAN")):
+        assert f"is the same file as {other}" in run(capsys, *arguments, out)
+    same = tmp_path / "same"
+    assert "is the same file as --out" in run(capsys, *arguments, same, "--logits", same)
+    assert prompts.read_text() == PROMPTS
+
+
+def test_names_that_are_too_long_are_found_before_the_work(tmp_path, capsys, plan):
+    arguments = ("generate", plan, "--prompts", tmp_path / "prompts.jsonl", "--out")
+    assert "name too long" in run(capsys, *arguments, tmp_path / ("x" * 300))
+
+
+def test_inputs_that_can_be_read_only_once_are_refused(tmp_path, capsys, plan):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    out = tmp_path / "out.jsonl"
+    assert "regular file" in run(capsys, "generate", plan, "--prompts", pipe, "--out", out)
+    assert "regular file" in run(capsys, "check", pipe)
+
+
+@pytest.mark.parametrize(
+    ("trace", "options", "named"),
+    [
+        ('{"timestamp": 0, "input_length": 4611686018427387904, "output_length": 4}\n', (), "input_length"),
+        (TRACE, ("--scale-lengths", "1e308"), "input_length"),
+        (TRACE, ("--scale-lengths", "1e12"), "input_length"),
+        ('{"timestamp": 1e300, "input_length": 8, "output_length": 4}\n', (), "timestamp"),
+        ("[" * 5000 + "\n", (), "trace.jsonl:1"),
+    ],
+)
+def test_absurd_traces_are_refused_at_once(tmp_path, capsys, plan, trace, options, named):
+    (tmp_path / "trace.jsonl").write_text(trace)
+    out = tmp_path / "run.json"
+    assert named in run(capsys, "bench", plan, "--trace", tmp_path / "trace.jsonl", *options, "--out", out)

@@ -1,0 +1,14 @@
+"""The folder in which the sockets of a launch lie: private to this user, short enough for the kernel."""
+
+import os
+import tempfile
+from pathlib import Path
+
+LONGEST_TMPDIR = 50
+
+
+def make_session() -> Path:
+    """A new folder that only this user can enter."""
+    # Socket paths are short by the kernel's rule; a long TMPDIR has no room for one.
+    long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
+    return Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))

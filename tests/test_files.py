@@ -1,0 +1,46 @@
+"""Atomic writes: whole or not at all, and only over what is a file."""
+
+import os
+import stat
+import threading
+
+import pytest
+
+from moe_runtime.errors import InputError
+from moe_runtime.files import require_writable, write_atomically
+
+
+def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_bytes(b"old")
+    link.symlink_to(target)
+    write_atomically(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+
+
+def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[bytes] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    write_atomically(pipe, b"data")
+    reader.join(10)
+    assert read == [b"data"]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "y" * 255])
+def test_long_names_that_exist_can_be_written(tmp_path, name):
+    require_writable(tmp_path / name)
+    write_atomically(tmp_path / name, b"data")
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(InputError, match="cannot be written"):
+        write_atomically(tmp_path / ("x" * 256), b"data")
+    with pytest.raises(InputError, match="cannot be written"):
+        write_atomically(tmp_path / "missing" / "file", b"data")
+    assert os.listdir(tmp_path) == []
