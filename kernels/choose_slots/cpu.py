@@ -1,9 +1,13 @@
-"""choose_slots on a CPU: one table look-up without replicas, a few vector operations with them."""
+"""choose_slots on a CPU, in numpy: integers only, and calls that cost less than torch's."""
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from moe_runtime.kernels.choose_slots.reference import FULL_RANGE
+
+I64 = NDArray[np.int64]
 
 
 def choose_slots(
@@ -14,46 +18,30 @@ def choose_slots(
     offset: int,
 ) -> Tensor:
     """As the reference, bit for bit."""
-    num_experts = replica_start_E1.shape[0] - 1
-    used = int(replica_start_E1[-1])
-    if used == num_experts:  # every expert has a replica, so each has exactly one
-        slots_TK = _take(replica_slots_S[:num_experts].to(torch.int64), expert_ids_TK)
+    ids_TK: I64 = expert_ids_TK.numpy()
+    start_E1, slots_S = replica_start_E1.numpy(), replica_slots_S.numpy()
+    used = int(start_E1[-1])
+    if used == len(start_E1) - 1:  # every expert has a replica, so each has exactly one, at its own place
+        place_TK = ids_TK
     else:
-        slots_TK = _among_replicas(
-            expert_ids_TK,
-            replica_start_E1.to(torch.int64),
-            replica_slots_S[:used],
-            cumulative_S[:used],
-            offset,
-        )
-    return slots_TK.masked_fill_(expert_ids_TK < 0, -1)
+        place_TK = _place_of_pairs(ids_TK.reshape(-1), start_E1, cumulative_S.numpy()[:used], offset)
+        place_TK = place_TK.reshape(ids_TK.shape)
+    slot_ids_TK = slots_S[:used][place_TK].astype(np.int64)
+    slot_ids_TK[ids_TK < 0] = -1
+    return torch.from_numpy(slot_ids_TK)
 
 
-def _take(table: Tensor, ids: Tensor) -> Tensor:
-    return table.index_select(0, ids.clamp_min(0).view(-1)).view(ids.shape)
-
-
-def _among_replicas(
-    expert_ids_TK: Tensor, start_E1: Tensor, replica_slots_S: Tensor, cumulative_S: Tensor, offset: int
-) -> Tensor:
-    flat_P = expert_ids_TK.reshape(-1).clamp_min(-1)
-    index_P, count_P = _rank_among_equals(flat_P)
-    point_P = (index_P * 2 + 1).mul_(FULL_RANGE // 2).div_(count_P, rounding_mode="floor")
-    point_P.add_(offset).remainder_(FULL_RANGE)
+def _place_of_pairs(
+    ids_P: I64, start_E1: NDArray[np.int32], cumulative_S: NDArray[np.uint16], offset: int
+) -> I64:
+    """Index among all replicas of the one each pair goes to; arbitrary for id -1."""
+    counts = np.bincount(ids_P + 1, minlength=len(start_E1))
+    order = np.argsort(ids_P, kind="stable")
+    index_P = np.empty_like(ids_P)
+    index_P[order] = np.arange(len(ids_P)) - (np.cumsum(counts) - counts)[ids_P[order] + 1]
+    point_P = ((2 * index_P + 1) * (FULL_RANGE // 2) // counts[ids_P + 1] + offset) % FULL_RANGE
     # One search over all experts: an expert's intervals lie within [expert, expert + 1) * 65536.
-    replicas_E = start_E1.diff()
-    owner_S = torch.repeat_interleave(torch.arange(replicas_E.shape[0]), replicas_E)
-    key_S = owner_S * FULL_RANGE + cumulative_S.to(torch.int64)
-    holder_P = torch.searchsorted(key_S, flat_P * FULL_RANGE + point_P, right=True).sub_(1)
-    return _take(replica_slots_S.to(torch.int64), holder_P).view(expert_ids_TK.shape)
-
-
-def _rank_among_equals(ids_P: Tensor) -> tuple[Tensor, Tensor]:
-    """For each element, how many equal ones precede it, and how many equal ones there are. ids >= -1."""
-    shifted = ids_P + 1
-    counts = torch.bincount(shifted)
-    order = shifted.argsort(stable=True)
-    first = counts.cumsum(0) - counts
-    rank = torch.empty_like(ids_P)
-    rank[order] = torch.arange(ids_P.shape[0]) - first[shifted[order]]
-    return rank, counts[shifted]
+    owner_S = np.repeat(np.arange(len(start_E1) - 1), np.diff(start_E1))
+    key_S = owner_S * FULL_RANGE + cumulative_S
+    place_P: I64 = np.searchsorted(key_S, ids_P * FULL_RANGE + point_P, side="right") - 1
+    return place_P

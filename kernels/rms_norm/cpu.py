@@ -1,8 +1,7 @@
-"""rms_norm on a CPU: torch's own, whose pieces cost less than ours to call."""
+"""rms_norm on a CPU: six short calls, in place where they can be; fewer passes than torch's own."""
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moe_runtime.kernels.rms_norm import reference
 
@@ -11,5 +10,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     """As the reference, up to the rounding of the mean (relative 1e-6) in float32; else the reference."""
     if x.dtype is not torch.float32:
         return reference.rms_norm(x, weight, eps, out=out)
-    y = F.rms_norm(x, weight.shape, weight, eps)
-    return y if out is None else out.copy_(y)
+    y = x * (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return y.mul_(weight) if out is None else torch.mul(y, weight, out=out)
