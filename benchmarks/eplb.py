@@ -243,28 +243,45 @@ def followed(ours: Replay, fresh: Replay) -> bool:
 def plot(path: Path, rows: list[dict[str, Any]]) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 5), layout="constrained")
-    left, right = figure.subplots(1, 2)
     quality = [r for r in rows if r["part"] == "quality" and r["variant"] == "default weighted"]
-    labels = [f"{r['load'][:18]}\n{r['ranks']} ranks" for r in quality]
-    x = np.arange(len(quality))
-    for shift, key in ((-0.3, "balancedness_published"), (0.0, "balancedness"), (0.3, "balancedness_bound")):
-        left.bar(x + shift, [r[key] for r in quality], 0.28, label=key.replace("_", " "))
-    left.set_xticks(x, labels, rotation=90, fontsize=6)
-    left.legend(fontsize=7)
+    replays = [r for r in rows if r["part"] == "replay"]
+    drawn = [
+        draw for draw, some in ((plot_quality, quality), (plot_replays, replays)) if some
+    ]  # a run may have one part only
+    if not drawn:
+        return
+    figure = Figure(figsize=(7 * len(drawn), 5.5), layout="constrained")
+    for ax, draw in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        draw(ax, quality if draw is plot_quality else replays)
+    figure.savefig(path, dpi=120)
+
+
+def plot_quality(ax: Any, rows: list[dict[str, Any]]) -> None:
+    x = np.arange(len(rows))
+    bars = (("published", "_published", -0.3), ("default", "", 0.0), ("proven bound", "_bound", 0.3))
+    for label, key, shift in bars:
+        ax.bar(x + shift, [r["balancedness" + key] for r in rows], 0.28, label=label)
+    labels = [f"{r['load'].split('_expert_')[0]}, {r['ranks']} ranks" for r in rows]
+    ax.set_xticks(x, labels, rotation=90, fontsize=6)
+    ax.set_ylabel("balancedness")
+    ax.set_ylim(0, 1.15)  # room for the legend
+    ax.legend(fontsize=7, ncols=3, loc="upper center")
+
+
+def plot_replays(ax: Any, rows: list[dict[str, Any]]) -> None:
     for key, marker in (("ours", "o"), ("anew", "s"), ("published", "^")):
-        replays = [r for r in rows if r["part"] == "replay"]
-        right.scatter(
-            [max(r["bytes"][key], 1.0) for r in replays],
-            [r["balancedness"][key] for r in replays],
+        ax.scatter(
+            [max(r["bytes"][key], 1.0) for r in rows],
+            [r["balancedness"][key] for r in rows],
             marker=marker,
+            s=14,
+            alpha=0.6,
             label=key,
         )
-    right.set_xscale("log")
-    right.set_xlabel("bytes moved in the replay")
-    right.set_ylabel("balancedness in the next window")
-    right.legend()
-    figure.savefig(path, dpi=120)
+    ax.set_xscale("log")
+    ax.set_xlabel("bytes moved in the replay")
+    ax.set_ylabel("balancedness in the next window")
+    ax.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,10 +1,10 @@
 """From the plan that is in place to a better one, weighing balance against the bytes that move.
 
-A plan costs `price * max(peak, floor) + seconds of moving`. Two roads are tried for each layer: step by
+A plan costs `price * max(peak, floor) + seconds of moving`. Three roads are tried for each layer: step by
 step from the current plan (swaps, and replicas handed from one expert to another), where every step
-is a whole plan and the cheapest one on the way is kept; and the plan solved from nothing, its ranks
-renamed to overlap with the current ones as much as possible. The cheaper end wins; standing still is the
-first step of the first road.
+is a whole plan and the cheapest one on the way is kept; the same from the current plan with the replica
+counts of the plan solved from nothing; and that plan itself, its ranks renamed to overlap with the current
+ones as much as possible. The cheapest end wins; standing still is the first step of the first road.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from moe_runtime.eplb.split import level_shares
 from moe_runtime.eplb.state import State
 from moe_runtime.placement.topology import Topology
 
-PATIENCE = 8  # steps without a cheaper plan before a layer's road ends
+PATIENCE = 16  # steps without a cheaper plan before a layer's road ends
 SWEEPS = 3
 
 
@@ -103,10 +103,40 @@ def improve(
     best = current.take(np.arange(L))
     if weighted:
         level_shares(best, goal_L, 20)
-    origin_LRN = current.expert_LRN
     may_move_L = best.peak_L > stay_L
-    active = np.flatnonzero(may_move_L)
-    part = best.take(active)
+    layers = np.flatnonzero(may_move_L)
+    part = best.take(layers)
+    walk(
+        part,
+        part,
+        current.expert_LRN[layers],
+        trade.take(layers),
+        goal_L[layers],
+        steps=steps,
+        slots=slots,
+        weighted=weighted,
+    )
+    best.put(layers, part)
+    return best, may_move_L
+
+
+def walk(
+    best: State,
+    start: State,
+    origin_LRN: NDArray[np.int64],
+    trade: Trade,
+    goal_L: NDArray[np.float64],
+    *,
+    steps: int,
+    slots: int,
+    weighted: bool,
+) -> None:
+    """Go from `start`, step by step; `best` becomes the cheapest of itself and the plans on the way.
+
+    origin_LRN  the plan in place, from which moves are counted
+    """
+    active = np.arange(len(best.units_LE))
+    part = start.take(active)
     best_cost_L = trade.cost(best, origin_LRN)
     idle_L = np.zeros(len(active), np.int64)
     for _ in range(steps):
@@ -124,7 +154,6 @@ def improve(
         best.put(active[cheaper], part.take(np.flatnonzero(cheaper)))
         idle_L = np.where(cheaper, 0, idle_L + 1)
         active, part, idle_L = _drop(active, part, idle_L, made & (idle_L < PATIENCE))
-    return best, may_move_L
 
 
 def _drop(
@@ -154,7 +183,41 @@ def _step(part: State, slots: int, weighted: bool) -> NDArray[np.bool_]:
         mine, rank, theirs = np.unravel_index(hand_at[row], (N, R, N))
         _hand_over(part, row, (peak_rank[row], mine), (rank, theirs), weighted)
     changed: NDArray[np.bool_] = swap | hand
+    row = np.flatnonzero(~changed)
+    if len(row):
+        changed[row] = _recount(part, row, peak_rank[row], weighted)
     return changed
+
+
+def _recount(
+    part: State, row: NDArray[np.intp], peak_rank: NDArray[np.intp], weighted: bool
+) -> NDArray[np.bool_]:
+    """Where no single change helps, better counts: the next steps have to find partners that fit them.
+
+    The expert of the heaviest rank with the largest mean share gets a replica of the one that could
+    spare it best, if even without it that one's mean share stays below. Says where that was so.
+    """
+    layer = np.arange(len(row))
+    load, count, table = part.units_LE[row], part.count_LE[row], part.expert_LRN[row]
+    mine = table[layer, peak_rank]
+    share = np.where(mine >= 0, (load / np.maximum(count, 1))[layer[:, None], np.maximum(mine, 0)], -1.0)
+    slot = share.argmax(axis=1)
+    taker = mine[layer, slot]
+    spare = np.where(count > 1, load / np.maximum(count - 1, 1), np.inf)
+    spare[layer, taker] = np.inf
+    has = (table == taker[:, None, None]).any(axis=2)
+    usable = np.zeros_like(count)  # replicas of each expert on ranks that could take the taker
+    at = (table >= 0) & ~has[:, :, None]
+    np.add.at(usable, (np.nonzero(at)[0], table[at]), 1)
+    spare[usable == 0] = np.inf
+    giver = spare.argmin(axis=1)
+    good = spare[layer, giver] < share[layer, slot]
+    left = part.load_LR[row][:, :, None] - part.share_LRN[row]
+    left[(table != giver[:, None, None]) | has[:, :, None]] = np.inf
+    rank, place = np.unravel_index(left.reshape(len(row), -1).argmin(axis=1), left.shape[1:])
+    if good.any():
+        _hand_over(part, row[good], (peak_rank[good], slot[good]), (rank[good], place[good]), weighted)
+    return good
 
 
 def _best_swap(part: State, peak_rank: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
@@ -213,25 +276,35 @@ def _best_handover(
 
 
 def _others_load(part: State, weighted: bool, count: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[L, R, N]: the load of the rank that suffers when a slot's replica goes: its expert's other ranks.
+    """[L, R, N]: the load of the ranks that suffer when a slot's replica goes: its expert's other ranks.
 
-    Weighted, the lightest other rank takes the share; with equal split all of them do, the heaviest counts.
+    Weighted, the share is poured over them until they stand level; with equal split the heaviest counts.
     """
     L, R, N = part.expert_LRN.shape
     out = np.zeros((L, R, N))
     layer, rank, slot = np.nonzero(count > 1)
-    expert, share = part.expert_LRN[layer, rank, slot], part.share_LRN[layer, rank, slot]
-    load = part.load_LR[layer, rank]
-    key = layer * part.units_LE.shape[1] + expert
-    order = np.lexsort((load if weighted else -load, key))
-    key, load, share = key[order], load[order], share[order]
-    first = np.flatnonzero(np.diff(key, prepend=-1))
-    at = np.repeat(first, np.diff(first, append=len(key)))
-    best, second = load[at], load[np.minimum(at + 1, len(key) - 1)]
-    value = np.where(np.arange(len(key)) == at, second, best)
-    times = count[layer, rank, slot][order]
-    value = value + (share if weighted else np.floor(share / np.maximum(times - 1, 1)))
-    out[layer[order], rank[order], slot[order]] = value
+    if not len(layer):
+        return out
+    key = layer * part.units_LE.shape[1] + part.expert_LRN[layer, rank, slot]
+    order = np.lexsort((part.load_LR[layer, rank], key))
+    layer, rank, slot, key = layer[order], rank[order], slot[order], key[order]
+    load, share = part.load_LR[layer, rank], part.share_LRN[layer, rank, slot]
+    times = count[layer, rank, slot]
+    first = np.repeat(np.flatnonzero(np.diff(key, prepend=-1)), times[np.diff(key, prepend=-1) != 0])
+    place = np.arange(len(key)) - first
+    if weighted:
+        below = load.cumsum() - (load.cumsum() - load)[first]  # of the expert's ranks up to this one
+        value = np.full(len(key), np.inf)
+        for m in range(1, int(times.max())):  # poured over the m lightest others
+            own = place < m  # among the m + 1 lightest
+            at = np.minimum(first + np.where(own, m, m - 1), len(key) - 1)
+            level = (share + below[at] - np.where(own, load, 0)) / m
+            value = np.where(m < times, np.minimum(value, level), value)
+    else:
+        last = first + times - 1
+        value = np.where(np.arange(len(key)) == last, load[last - 1], load[last])
+        value = value + np.floor(share / (times - 1))
+    out[layer, rank, slot] = value
     return out
 
 

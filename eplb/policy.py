@@ -33,6 +33,8 @@ class RebalancePolicy:
     seconds_per_pair  what one more pair on the heaviest rank of a layer costs a window
     horizon_windows   windows over which a better placement is expected to pay, while the load is steady
     drift_windows     the same while it drifts: what is gained is lost again soon
+    tight_windows     the same while it drifts and a rank has at most two slots: its peak rests on the few
+                      hottest experts, whose plan stays good for longer than a close fit of many
     expert_bytes      of one expert's weights in a layer
     hysteresis        the saving must exceed the cost this many times
     min_gain          a layer's peak has to fall by more than this part, or the layer stays
@@ -47,6 +49,7 @@ class RebalancePolicy:
     expert_bytes: float
     horizon_windows: float = 256.0
     drift_windows: float = 2.0
+    tight_windows: float = 8.0
     hysteresis: float = 2.0
     min_gain: float = 0.01
     least_error: float = 0.065
@@ -61,6 +64,7 @@ class RebalancePolicy:
             "expert_bytes",
             "horizon_windows",
             "drift_windows",
+            "tight_windows",
             "min_gain",
             "least_error",
             "drift_error",
@@ -74,7 +78,9 @@ class RebalancePolicy:
         """Decide after a window has been observed. Every rank with the same window decides the same."""
         if window.windows == 0:
             return Decision(action="wait", solution=None, why="no load has been seen")
-        windows = self.horizon_windows if window.steady else self.drift_windows
+        tight = self.topology.slots_per_rank(self.slots) <= 2
+        drift = self.tight_windows if tight else self.drift_windows
+        windows = self.horizon_windows if window.steady else drift
         error = max(window.estimate_error, self.least_error) if window.steady else self.drift_error
         horizon = self.seconds_per_pair * windows
         solution = solve(

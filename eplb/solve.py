@@ -8,11 +8,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from moe_runtime.eplb.adopt import adopt_counts
 from moe_runtime.eplb.bound import REASONS, Bound, lower_bound
 from moe_runtime.eplb.checks import check_task
 from moe_runtime.eplb.effort import EFFORTS, Effort
 from moe_runtime.eplb.loads import check_load, from_units, to_units
-from moe_runtime.eplb.movement import Trade, improve
+from moe_runtime.eplb.movement import Trade, improve, walk
 from moe_runtime.eplb.rename import rename
 from moe_runtime.eplb.replicate import replica_counts
 from moe_runtime.eplb.scratch import make_plan, node_by_node
@@ -181,7 +182,7 @@ class _Task:
         expert_bytes: float,
         stay_L: NDArray[np.float64],
     ) -> tuple[State, NDArray[np.bool_]]:
-        """The cheapest of staying, going on from `current`, and the fresh plan with its ranks renamed."""
+        """The cheapest of staying, the roads from `current`, and the fresh plan with its ranks renamed."""
         table = current.slot_to_expert_LS.astype(np.int64).reshape(len(self.load), self.R, self.N)
         floor_L = np.maximum(fresh.peak_L, self.goal_L) if horizon is None else np.zeros(len(self.load))
         # Without a horizon any move is worth a smaller peak, until the peak of the fresh plan is reached.
@@ -203,6 +204,8 @@ class _Task:
         )
         road_cost = trade.cost(road, table)
         worth = np.flatnonzero(may_move_L & (road_cost > price_L * np.maximum(fresh.peak_L, floor_L)))
+        self._walk_adopted(road, worth, table, fresh, trade)
+        road_cost = trade.cost(road, table)
         renamed = State.of(
             rename(fresh.expert_LRN[worth], table[worth], self.topology, self.E, by_node_L[worth]),
             self.units[worth],
@@ -214,6 +217,27 @@ class _Task:
         stays = np.zeros(len(self.load), bool)
         stays[worth[cheaper]] = by_node_L[worth[cheaper]]
         return road, stays
+
+    def _walk_adopted(
+        self, road: State, layers: NDArray[np.intp], table: NDArray[np.int64], fresh: State, trade: Trade
+    ) -> None:
+        """Improve `road` in these layers by the road that begins with the counts of the fresh plan."""
+        goal_L = self.goal_L[layers]
+        adopted = adopt_counts(State.of(table[layers], self.units[layers]), fresh.take(layers))
+        if self.weighted:
+            level_shares(adopted, goal_L, self.effort.sweeps)
+        best = road.take(layers)
+        walk(
+            best,
+            adopted,
+            table[layers],
+            trade.take(layers),
+            goal_L,
+            steps=self.effort.steps,
+            slots=self.slots,
+            weighted=self.weighted,
+        )
+        road.put(layers, best)
 
     def answer(
         self,

@@ -117,7 +117,6 @@ def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch, tmp_path):
 
 
 def test_a_plot_is_a_picture(tmp_path):
-    pytest.importorskip("matplotlib", reason="the extra `report` is not installed")
     placement = linear(num_layers=2, num_experts=4, num_ranks=2)
     plot_rank_loads(tmp_path / "x.png", np.array(LOAD), placement, placement)
     assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
