@@ -211,7 +211,7 @@ def _recount(
     np.add.at(usable, (np.nonzero(at)[0], table[at]), 1)
     spare[usable == 0] = np.inf
     giver = spare.argmin(axis=1)
-    good = spare[layer, giver] < share[layer, slot]
+    good: NDArray[np.bool_] = spare[layer, giver] < share[layer, slot]
     left = part.load_LR[row][:, :, None] - part.share_LRN[row]
     left[(table != giver[:, None, None]) | has[:, :, None]] = np.inf
     rank, place = np.unravel_index(left.reshape(len(row), -1).argmin(axis=1), left.shape[1:])

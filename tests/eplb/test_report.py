@@ -164,7 +164,7 @@ def test_the_command_takes_a_current_placement(tmp_path, capsys):
         (["--groups", "3"], "groups = 3 must divide"),
         (["--load", "none.csv"], "none.csv: cannot be read"),
         (["--current", "none.json"], "none.json: cannot be read"),
-        (["--out", "no/folder/p.json"], "the folder no/folder does not exist"),
+        (["--out", "no/folder/p.json"], "no/folder does not exist"),
     ],
 )
 def test_bad_inputs_exit_with_2_one_message_and_no_file(more, message, tmp_path, capsys):
