@@ -12,7 +12,8 @@ phase     requests            out   figure                       compared with
 batch     32 at once          64    output tokens/s              transformers, one batch of 32
 single    4, one at a time    64    output tokens/s              transformers, batches of 1
 prefill   32 at once          1     prompt tokens/s              transformers, one batch of 32
-ep2       32 at once          64    output tokens/s at EP 2      moe-runtime at EP 1
+ep2_torch 32 at once          64    output tokens/s at EP 2      moe-runtime at EP 1; backend torch over gloo
+ep2       32 at once          64    output tokens/s at EP 2      moe-runtime at EP 1; the default backend
 
 Time runs from the arrival of the first request to the last token of the last one. Output: a JSON line
 per measurement, then one per phase with the medians, their ratio and the ratio to reach.
@@ -62,6 +63,7 @@ class Phase:
     output_length: int = 64
     figure: str = "output_tokens_per_second"
     expert_parallel: int = 1
+    backend: str = "auto"
     baseline: str = "transformers"
 
 
@@ -69,7 +71,8 @@ PHASES = (
     Phase(name="batch", target=3.0),
     Phase(name="single", target=2.0, requests=4, batch=1),
     Phase(name="prefill", target=1.0, output_length=1, figure="prompt_tokens_per_second"),
-    Phase(name="ep2", target=0.4, expert_parallel=2, baseline="moe-runtime EP 1"),
+    Phase(name="ep2_torch", target=0.4, expert_parallel=2, backend="torch", baseline="moe-runtime EP 1"),
+    Phase(name="ep2", target=0.75, expert_parallel=2, baseline="moe-runtime EP 1"),
 )
 
 
@@ -91,13 +94,17 @@ def trace_lines(phase: Phase) -> list[dict[str, int]]:
     return lines + [dict(measured) for _ in range(phase.requests)]
 
 
-def plan_yaml(checkpoint: Path, dtype: str, expert_parallel: int, sequences: int) -> str:
+def plan_yaml(checkpoint: Path, dtype: str, expert_parallel: int, phase: Phase) -> str:
     """A plan of one deployment; JSON is YAML, so paths need no care."""
     plan = {
         "model": {"path": str(checkpoint.resolve()), "dtype": dtype},
         "cluster": {"ranks_per_node": expert_parallel},
         "deployments": {
-            "unified": {"expert_parallel": expert_parallel, "scheduler": {"max_sequences": sequences}},
+            "unified": {
+                "expert_parallel": expert_parallel,
+                "scheduler": {"max_sequences": phase.batch},
+                "dispatch": {"backend": phase.backend if expert_parallel > 1 else "auto"},
+            },
         },
     }
     return json.dumps(plan, indent=1)
@@ -232,7 +239,7 @@ class Bench:
 
     def moe_runtime(self, phase: Phase, expert_parallel: int) -> dict[str, Any]:
         plan = self.folder / f"ep{expert_parallel}-{phase.name}.yaml"
-        plan.write_text(plan_yaml(self.checkpoint, self.dtype, expert_parallel, phase.batch))
+        plan.write_text(plan_yaml(self.checkpoint, self.dtype, expert_parallel, phase))
         for speed in REPLAY_SPEEDS:
             report = self._bench(plan, phase, speed)
             try:

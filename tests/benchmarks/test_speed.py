@@ -132,7 +132,7 @@ def test_traces_and_plans_are_what_the_runtime_reads(speed, tmp_path):
         assert {r.arrival for r in measured} == {speed.WARMUP_MS / 1e3}
         assert {(r.input_length, r.output_length) for r in measured} == {(128, phase.output_length)}
         plan = tmp_path / f"{phase.name}.yaml"
-        plan.write_text(speed.plan_yaml(tmp_path / "a: b", "float32", phase.expert_parallel, phase.batch))
+        plan.write_text(speed.plan_yaml(tmp_path / "a: b", "float32", phase.expert_parallel, phase))
         unified = load_plan(plan, []).plan.deployments["unified"]
         assert unified.expert_parallel == phase.expert_parallel
         assert unified.scheduler.max_sequences == phase.batch
