@@ -30,11 +30,12 @@ demo: $(SETUP) $(CHECKPOINT)
 	mkdir -p runs
 	$(RUN) bench configs/demo.yaml --trace configs/demo_trace.jsonl --out runs/demo.json
 
+# Tiny models: a second thread per process only costs.
 test: $(SETUP)
-	$(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
 
 soak: $(SETUP)
-	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
 
 check: $(SETUP)
 	scripts/check
