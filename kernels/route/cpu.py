@@ -1,7 +1,7 @@
-"""route on a CPU: the choice in numpy for few tokens, whose calls cost less, else torch's top-k.
+"""route on a CPU: numpy for few tokens, as its calls cost less, else torch's top-k.
 
-Scores and weights are torch's either way and a choice only compares and copies, so the result does
-not depend on the way taken.
+Scores are torch's either way; the rest compares, copies, and adds in a given order, so the result
+does not depend on the way taken.
 """
 
 import numpy as np
@@ -34,12 +34,19 @@ def route(
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
     groups = (num_groups, kept_groups, 2 if scoring == "sigmoid" else 1, masked_group_score)
     if len(choice_TE) <= FEW_TOKENS:
-        expert_ids_TK = torch.from_numpy(_choose_few(choice_TE.numpy(), top_k, *groups))
-    else:
-        expert_ids_TK = _choose_many(choice_TE, top_k, *groups)
+        ids_TK = _choose_few(choice_TE.numpy(), top_k, *groups)
+        kept_TK = scores_TE.numpy()[np.arange(len(ids_TK))[:, None], ids_TK]
+        if normalize:  # numpy's sum adds eight or more numbers in another order
+            total_T = kept_TK[:, 0].copy()
+            for k in range(1, top_k):
+                total_T += kept_TK[:, k]
+            kept_TK /= (total_T + np.float32(epsilon))[:, None]
+        kept_TK *= np.float32(scale)
+        return torch.from_numpy(ids_TK), torch.from_numpy(kept_TK)
+    expert_ids_TK = _choose_many(choice_TE, top_k, *groups)
     weights_TK = scores_TE.gather(1, expert_ids_TK)
     if normalize:
-        weights_TK /= weights_TK.sum(-1, keepdim=True).add_(epsilon)
+        weights_TK /= reference.sum_in_order(weights_TK).add_(epsilon)
     return expert_ids_TK, weights_TK.mul_(scale)
 
 

@@ -28,8 +28,9 @@ def route(
     """expert_ids int64 [T, K], best first, and weights fp32 [T, K].
 
     The choice is made by score + bias, with experts outside the `kept_groups` best groups set to
-    `masked_group_score`; weights are the scores without bias, divided by their sum + epsilon if
-    `normalize`, times `scale`. Among equal scores the lower expert (or group) id wins.
+    `masked_group_score`; weights are the scores without bias, divided by their sum (in the order
+    k = 0 .. K-1) + epsilon if `normalize`, times `scale`. Among equal scores the lower expert (or
+    group) id wins.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
@@ -40,8 +41,16 @@ def route(
     expert_ids_TK = best(choice_TE, top_k)
     weights_TK = scores_TE.gather(1, expert_ids_TK)
     if normalize:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + epsilon)
+        weights_TK = weights_TK / (sum_in_order(weights_TK) + epsilon)
     return expert_ids_TK, weights_TK * scale
+
+
+def sum_in_order(weights_TK: Tensor) -> Tensor:
+    """[T, 1]: the columns added one after the other, so that every implementation rounds alike."""
+    total_T1 = weights_TK[:, :1]
+    for k in range(1, weights_TK.shape[1]):
+        total_T1 = total_T1 + weights_TK[:, k : k + 1]
+    return total_T1
 
 
 def mask_groups(

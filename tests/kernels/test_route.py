@@ -38,9 +38,10 @@ CASES = st.fixed_dictionaries(
         "masked": st.sampled_from([0.0, -math.inf]),
         "normalize": st.booleans(),
         "epsilon": st.sampled_from([0.0, 1e-20]),
-        "scale": st.sampled_from([1.0, 2.5]),
+        "scale": st.sampled_from([1.0, 2.5, 2.827]),
         "bias": st.sampled_from([None, "spread", "negative"]),
-        "tokens": st.integers(0, 5),
+        "tokens": st.integers(0, 9),
+        "top_k": st.sampled_from([1, 4]),
         "grid": st.sampled_from([None, 0.5, 4.0]),
         "seed": st.integers(0, 2**31),
     }
@@ -59,7 +60,7 @@ def test_route_is_the_plain_loop(case):
     if case["bias"]:
         bias = torch.randn(32, generator=gen).mul_(0.1).round(decimals=1) - float(case["bias"] == "negative")
     how: dict[str, Any] = {
-        "top_k": 4,
+        "top_k": case["top_k"],
         "scoring": case["scoring"],
         "num_groups": num_groups,
         "kept_groups": kept_groups,
@@ -104,3 +105,24 @@ def test_weights_ignore_the_bias_and_masked_scores_differ():
     assert torch.equal(weights, torch.sigmoid(torch.tensor([[1.0, 0.0]])))
     ids, _ = reference(logits, bias, masked_group_score=0.0, **how)
     assert ids.tolist() == [[2, 0]]
+
+
+def test_a_token_is_routed_alike_in_any_company():
+    """Bitwise, whether it is alone (numpy's way) or among many (torch's), for top-8 of 256 in groups."""
+    gen = torch.Generator().manual_seed(0)
+    logits, bias = torch.randn(300, 256, generator=gen) * 2, torch.randn(256, generator=gen) * 0.1
+    how: dict[str, Any] = {
+        "top_k": 8,
+        "scoring": "sigmoid",
+        "num_groups": 8,
+        "kept_groups": 4,
+        "masked_group_score": -math.inf,
+        "normalize": True,
+        "epsilon": 1e-20,
+        "scale": 2.5,
+    }
+    ids, weights = cpu.route(logits, bias, **how)
+    for t in (0, 150, 299):
+        alone_ids, alone_weights = cpu.route(logits[t : t + 1], bias, **how)
+        assert torch.equal(alone_ids[0], ids[t])
+        assert torch.equal(alone_weights[0], weights[t])
