@@ -102,7 +102,8 @@ def plan_yaml(checkpoint: Path, dtype: str, expert_parallel: int, phase: Phase) 
         "deployments": {
             "unified": {
                 "expert_parallel": expert_parallel,
-                "scheduler": {"max_sequences": phase.batch},
+                # All prompts of a phase wait from the start, so chunks are as large as pays.
+                "scheduler": {"max_sequences": phase.batch, "max_batch_tokens": 2048, "chunk_tokens": 1024},
                 "dispatch": {"backend": phase.backend if expert_parallel > 1 else "auto"},
             },
         },
