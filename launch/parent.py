@@ -5,14 +5,12 @@ watches its parent itself.
 """
 
 import os
+import select
 import signal
 import threading
-import time
 from collections.abc import Callable
 
 from moe_runtime.launch.environment import PARENT
-
-CHECK_SECONDS = 0.5
 
 
 def watch_parent(last_act: Callable[[], None] = lambda: None) -> None:
@@ -25,8 +23,16 @@ def watch_parent(last_act: Callable[[], None] = lambda: None) -> None:
 
 
 def _watch(parent: int, last_act: Callable[[], None]) -> None:
-    while os.getppid() == parent:
-        time.sleep(CHECK_SECONDS)
+    """Sleep until the parent has ended: an idle rank must cost nothing."""
+    if os.getppid() == parent:
+        try:
+            ended = os.pidfd_open(parent)
+        except ProcessLookupError:
+            pass
+        else:
+            waiting = select.poll()
+            waiting.register(ended, select.POLLIN)
+            waiting.poll()
     try:
         last_act()
     finally:
