@@ -148,7 +148,9 @@ class _RankProcess:
         threads = os.environ.get("OMP_NUM_THREADS", "")
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(int(threads) if threads.isdigit() else max(1, cores // ranks_on_host))
-        if place.num_ranks > 1:
+        if (
+            place.deployment.dispatch.backend == "torch"
+        ):  # nothing else needs the group, whose threads never sleep
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             dist.init_process_group(
                 "gloo",
