@@ -5,12 +5,12 @@ watches its parent itself.
 """
 
 import os
-import select
 import signal
 import threading
 from collections.abc import Callable
 
 from moe_runtime.launch.environment import PARENT
+from moe_runtime.shared_memory import ProcessWatch
 
 
 def watch_parent(last_act: Callable[[], None] = lambda: None) -> None:
@@ -25,14 +25,7 @@ def watch_parent(last_act: Callable[[], None] = lambda: None) -> None:
 def _watch(parent: int, last_act: Callable[[], None]) -> None:
     """Sleep until the parent has ended: an idle rank must cost nothing."""
     if os.getppid() == parent:
-        try:
-            ended = os.pidfd_open(parent)
-        except ProcessLookupError:
-            pass
-        else:
-            waiting = select.poll()
-            waiting.register(ended, select.POLLIN)
-            waiting.poll()
+        ProcessWatch(parent).wait()
     try:
         last_act()
     finally:

@@ -122,11 +122,18 @@ class ProcessWatch:
     @property
     def gone(self) -> bool:
         """True once the process has ended."""
+        return self._poll(0)
+
+    def wait(self) -> None:
+        """Sleep until the process has ended."""
+        self._poll(None)
+
+    def _poll(self, milliseconds: int | None) -> bool:
         if self._fd < 0:
             return True
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(poll.poll(milliseconds))
 
     def close(self) -> None:
         if self._fd >= 0:

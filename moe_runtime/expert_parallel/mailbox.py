@@ -25,7 +25,6 @@ so the last one opens; sleepers look again every `LOOK_AGAIN` seconds anyway, an
 """
 
 import os
-import select
 import time
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ from numpy.typing import NDArray
 
 from moe_runtime.errors import PeerLost, StepTimeout
 from moe_runtime.expert_parallel.where import Place, Where
-from moe_runtime.shared_memory import CACHE_LINE, Flag, Window, WindowAddress
+from moe_runtime.shared_memory import CACHE_LINE, Flag, ProcessWatch, Window, WindowAddress
 
 IN_FLIGHT = 2
 LOOK_AGAIN = 0.1
@@ -112,7 +111,7 @@ class Mailbox:
         self._in_flight = in_flight
         self._next = 0
         self._unfinished: list[int] = []
-        self._pidfds: dict[int, int] = {}
+        self._peers: dict[int, ProcessWatch] = {}
         self._gate = Flag(window.array(np.int32, (1,)))
         # Words of the ranks' lines; of a few of them, a memoryview is read faster than an array.
         self._words = memoryview(window.memory)[CACHE_LINE : CACHE_LINE * (1 + num_ranks)].cast("q")
@@ -170,9 +169,9 @@ class Mailbox:
 
     def close(self) -> None:
         """LOCAL: close descriptors; views of the window keep the memory."""
-        for fd in self._pidfds.values():
-            os.close(fd)
-        self._pidfds.clear()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
         self._window.close()
 
     def _post(self, transfer: Transfer) -> None:
@@ -227,14 +226,9 @@ class Mailbox:
         pid = self._words[rank * _WORDS + _PID]
         if not pid:
             return False
-        if rank not in self._pidfds:
-            try:
-                self._pidfds[rank] = os.pidfd_open(pid)
-            except ProcessLookupError:
-                return True
-        poll = select.poll()
-        poll.register(self._pidfds[rank], select.POLLIN)
-        return bool(poll.poll(0))
+        if rank not in self._peers:
+            self._peers[rank] = ProcessWatch(pid)
+        return self._peers[rank].gone
 
 
 def _rounded(num_bytes: int) -> int:
