@@ -76,6 +76,8 @@ class SharedExchange:
             if time.monotonic() >= deadline:
                 return False
             pid = int(self._pids[rank][0])
-            if pid and self._peers.setdefault(rank, ProcessWatch(pid)).gone and flag.value < step + 1:
+            if pid and rank not in self._peers:
+                self._peers[rank] = ProcessWatch(pid)
+            if pid and self._peers[rank].gone and flag.value < step + 1:
                 raise PeerLost.in_step(step=step, layer=-1, operation="agreement", ranks=[rank])
         return True
