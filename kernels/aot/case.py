@@ -65,14 +65,14 @@ class AotCase:
     """One kernel in one configuration.
 
     operation      the folder it lies in
-    label          what distinguishes this configuration, as the table prints it: "decode 7168x4096 16x128x128"
+    label          what distinguishes this configuration in the table: "decode 7168x4096 16x128x128"
     kernel         the undecorated-by-autotune `triton.jit` function
     signature      argument -> triton type ("*bf16", "i32", "tensordesc<bf16[64,64]>"), constants left out
     constants      argument -> compile-time value
     aligned        arguments (pointers and strides together) known to be multiples of 16
     num_warps, num_stages
-    matrix         the matrix instruction its main loop must use: none, bf16 (wgmma / tcgen05 / mfma), fp8 (the
-                   fp8 form of it), small (tiles too small for those; mma.sync allowed)
+    matrix         the matrix instruction its main loop must use: none, bf16 (wgmma / tcgen05 / mfma),
+                   fp8 (the fp8 form of it), small (tiles too small for those; mma.sync allowed)
     streams        True if its main loop must load 16 bytes at a time (asynchronous copies or TMA)
     representative True for the subset that the test suite compiles
     """
