@@ -74,6 +74,14 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Frontend -> rank: finish what is there, then stop."""
 
 
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The chosen token's logprob, and the best tokens with theirs, best first."""
+
+    chosen: float
+    top_ids: list[int]
+    top: list[float]
+
+
 class Token(msgspec.Struct, frozen=True, array_like=True):
     """One new token. `finish_reason` is set on the last one; `logits` float32 bytes if wanted."""
 
@@ -81,6 +89,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     token: int
     finish_reason: str | None = None
     logits: bytes | None = None
+    logprobs: Logprobs | None = None
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -96,6 +105,7 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     handoff: Handoff
     logits: bytes | None = None
+    logprobs: Logprobs | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):

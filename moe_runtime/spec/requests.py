@@ -1,16 +1,47 @@
 """A request as every part of the runtime sees it: pure data, also on the wire."""
 
+from typing import Literal
+
 import msgspec
 
 
+class Structure(msgspec.Struct, frozen=True, kw_only=True):
+    """What the output must look like: `json` (any JSON object) or `json_schema` (`schema`, as JSON text)."""
+
+    kind: Literal["json", "json_schema"]
+    schema: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens are chosen. `temperature` 0 is greedy; noise is a function of (seed, position)."""
+    """How tokens are chosen. `temperature` 0 is greedy; noise is a function of (seed, position).
+
+    top_p, top_k, min_p    applied after the temperature, in this order; 1.0, 0 and 0.0 are off
+    presence_penalty, frequency_penalty   subtracted once, and per occurrence, from tokens of the output
+    repetition_penalty     divides positive and multiplies negative logits of tokens seen in prompt or output
+    logit_bias             token id -> added to its logit
+    min_tokens             end-of-sequence and stop ids cannot be chosen before so many outputs
+    stop_token_ids         end the sequence like the model's own end-of-sequence tokens
+    logprobs               -1: none; n >= 0: the chosen token's logprob and those of the n best, under the
+                           model's own distribution (before temperature, penalties and bias)
+    structure              constrains the output; None: free text
+    """
 
     max_tokens: int = 16
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
     want_logits: bool = False
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+    logprobs: int = -1
+    structure: Structure | None = None
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
