@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from moe_runtime.expert_parallel.buffer import Rows
-from moe_runtime.expert_parallel.deepep.double.exchange import DoubleGroup
-from moe_runtime.expert_parallel.deepep.double.library import create_group_window, double_library, open_group
-from moe_runtime.expert_parallel.deepep.double.scales import cast
 from moe_runtime.expert_parallel.deepep.elastic import ElasticRowsBuffer
 from moe_runtime.expert_parallel.deepep.library import Library
 from moe_runtime.expert_parallel.deepep.low_latency import LowLatencyBuffer
 from moe_runtime.expert_parallel.deepep.normal import NormalBuffer
 from moe_runtime.expert_parallel.deepep.shape import Shape
 from moe_runtime.expert_parallel.payload import quantize
+from tests.expert_parallel.deepep.double.exchange import DoubleGroup
+from tests.expert_parallel.deepep.double.library import create_group_window, double_library, open_group
+from tests.expert_parallel.deepep.double.scales import cast
 
 ADAPTERS = {"normal": NormalBuffer, "low_latency": LowLatencyBuffer, "elastic": ElasticRowsBuffer}
 TIMEOUT = 10.0

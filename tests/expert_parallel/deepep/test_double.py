@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.expert_parallel.deepep.double.buffer import DoubleBuffer
-from moe_runtime.expert_parallel.deepep.double.contracts import ContractBreach, DeviceTrap
-from moe_runtime.expert_parallel.deepep.double.elastic import DoubleElasticBuffer
-from moe_runtime.expert_parallel.deepep.double.scales import cast
 from tests.expert_parallel.deepep.deepep_ranks import run_ranks
+from tests.expert_parallel.deepep.double.buffer import DoubleBuffer
+from tests.expert_parallel.deepep.double.contracts import ContractBreach, DeviceTrap
+from tests.expert_parallel.deepep.double.elastic import DoubleElasticBuffer
+from tests.expert_parallel.deepep.double.scales import cast
 
 RANKS, E, M, K, H, LL_H = 2, 4, 4, 2, 128, 2048
 MIB = 1 << 20

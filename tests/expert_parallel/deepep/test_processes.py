@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
-from moe_runtime.expert_parallel.deepep.double.library import create_group_window, open_group
 from moe_runtime.expert_parallel.deepep.shape import Shape
 from tests.expert_parallel.deepep.deepep_ranks import batch, bound, build, dense, exchange
+from tests.expert_parallel.deepep.double.library import create_group_window, open_group
 
 SHAPE = Shape(ranks=3, slots_per_rank=3, hidden=2048, top_k=3, max_tokens=4)
 ROUNDS, DIES_IN, DEADLINE = 5, 2, 60.0

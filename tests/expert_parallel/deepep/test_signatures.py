@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from moe_runtime.errors import UnavailableError, UserError
-from moe_runtime.expert_parallel.deepep.double.buffer import DoubleBuffer
-from moe_runtime.expert_parallel.deepep.double.elastic import DoubleElasticBuffer
-from moe_runtime.expert_parallel.deepep.double.events import DoubleEvent
 from moe_runtime.expert_parallel.deepep.library import Library, accepted, call, load_library
 from moe_runtime.expert_parallel.deepep.shape import Shape
 from tests.expert_parallel.deepep.deepep_ranks import batch, build, exchange, run_ranks
+from tests.expert_parallel.deepep.double.buffer import DoubleBuffer
+from tests.expert_parallel.deepep.double.elastic import DoubleElasticBuffer
+from tests.expert_parallel.deepep.double.events import DoubleEvent
 
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[2] / "scripts" / "deepep_signatures.py"

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.deepep.double import contracts, routing
-from moe_runtime.expert_parallel.deepep.double.contracts import breach, require
-from moe_runtime.expert_parallel.deepep.double.events import DoubleEvent, after, garbage, outcome
-from moe_runtime.expert_parallel.deepep.double.exchange import DoubleGroup
-from moe_runtime.expert_parallel.deepep.double.expansion import DoubleEPHandle, Expansion, wait
 from moe_runtime.spec.bytes import elastic_buffer_bytes
+from tests.expert_parallel.deepep.double import contracts, routing
+from tests.expert_parallel.deepep.double.contracts import breach, require
+from tests.expert_parallel.deepep.double.events import DoubleEvent, after, garbage, outcome
+from tests.expert_parallel.deepep.double.exchange import DoubleGroup
+from tests.expert_parallel.deepep.double.expansion import DoubleEPHandle, Expansion, wait
 
 MAX_TOP_K = 32
 

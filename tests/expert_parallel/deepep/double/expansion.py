@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import PeerLost, StepTimeout
-from moe_runtime.expert_parallel.deepep.double import contracts, routing
-from moe_runtime.expert_parallel.deepep.double.events import garbage
-from moe_runtime.expert_parallel.deepep.double.exchange import Arrival
+from tests.expert_parallel.deepep.double import contracts, routing
+from tests.expert_parallel.deepep.double.events import garbage
+from tests.expert_parallel.deepep.double.exchange import Arrival
 
 
 @dataclass(slots=True, kw_only=True)

@@ -6,7 +6,7 @@ Written apart from the adapter's `fp8`, so that the tests compare two. C places,
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.deepep.double.events import garbage
+from tests.expert_parallel.deepep.double.events import garbage
 
 
 def cast(x_TH: Tensor, *, round_scale: bool) -> tuple[Tensor, Tensor]:

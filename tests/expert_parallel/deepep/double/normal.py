@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import PeerLost, StepTimeout
-from moe_runtime.expert_parallel.deepep.double import contracts, routing
-from moe_runtime.expert_parallel.deepep.double.contracts import Rows, require
-from moe_runtime.expert_parallel.deepep.double.events import DoubleEvent, after, garbage, outcome
-from moe_runtime.expert_parallel.deepep.double.exchange import Arrival, DoubleGroup
 from moe_runtime.spec.bytes import normal_buffer_bytes
+from tests.expert_parallel.deepep.double import contracts, routing
+from tests.expert_parallel.deepep.double.contracts import Rows, require
+from tests.expert_parallel.deepep.double.events import DoubleEvent, after, garbage, outcome
+from tests.expert_parallel.deepep.double.exchange import Arrival, DoubleGroup
 
 MAX_TOP_K = 32
 NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)

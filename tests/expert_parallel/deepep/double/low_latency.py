@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import PeerLost, StepTimeout
-from moe_runtime.expert_parallel.deepep.double import contracts
-from moe_runtime.expert_parallel.deepep.double.contracts import require
-from moe_runtime.expert_parallel.deepep.double.events import garbage
-from moe_runtime.expert_parallel.deepep.double.exchange import Arrival, DoubleGroup
-from moe_runtime.expert_parallel.deepep.double.scales import allocate, cast, cast_scales
 from moe_runtime.spec.bytes import low_latency_buffer_bytes
+from tests.expert_parallel.deepep.double import contracts
+from tests.expert_parallel.deepep.double.contracts import require
+from tests.expert_parallel.deepep.double.events import garbage
+from tests.expert_parallel.deepep.double.exchange import Arrival, DoubleGroup
+from tests.expert_parallel.deepep.double.scales import allocate, cast, cast_scales
 
 MAX_TOP_K = 11
 HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)

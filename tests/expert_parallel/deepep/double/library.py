@@ -1,11 +1,11 @@
 """The double as a library: what the adapter is given in place of `deep_ep`, and groups for it."""
 
-from moe_runtime.expert_parallel.deepep.double.buffer import DoubleBuffer
-from moe_runtime.expert_parallel.deepep.double.elastic import DoubleElasticBuffer
-from moe_runtime.expert_parallel.deepep.double.exchange import DoubleGroup
 from moe_runtime.expert_parallel.deepep.library import Library
 from moe_runtime.expert_parallel.mailbox import Mailbox
 from moe_runtime.shared_memory import Window, WindowAddress
+from tests.expert_parallel.deepep.double.buffer import DoubleBuffer
+from tests.expert_parallel.deepep.double.elastic import DoubleElasticBuffer
+from tests.expert_parallel.deepep.double.exchange import DoubleGroup
 
 AREA_BYTES = 64 << 20
 """What a rank may send in one call; pages that are never written take no memory."""

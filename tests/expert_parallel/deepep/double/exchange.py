@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_runtime.expert_parallel.deepep.double.contracts import require
 from moe_runtime.expert_parallel.mailbox import Mailbox, Transfer
+from tests.expert_parallel.deepep.double.contracts import require
 
 _DTYPES = (
     torch.bfloat16,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.deepep.double.contracts import require
+from tests.expert_parallel.deepep.double.contracts import require
 
 _GARBAGE_INTEGER = -(2**30)
 

@@ -9,19 +9,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.deepep.double import contracts
-from moe_runtime.expert_parallel.deepep.double.contracts import breach, require
-from moe_runtime.expert_parallel.deepep.double.events import DoubleEvent, outcome
-from moe_runtime.expert_parallel.deepep.double.exchange import DoubleGroup
-from moe_runtime.expert_parallel.deepep.double.low_latency import LowLatencyHandle, LowLatencyMode
-from moe_runtime.expert_parallel.deepep.double.normal import (
+from moe_runtime.spec.bytes import low_latency_buffer_bytes
+from tests.expert_parallel.deepep.double import contracts
+from tests.expert_parallel.deepep.double.contracts import breach, require
+from tests.expert_parallel.deepep.double.events import DoubleEvent, outcome
+from tests.expert_parallel.deepep.double.exchange import DoubleGroup
+from tests.expert_parallel.deepep.double.low_latency import LowLatencyHandle, LowLatencyMode
+from tests.expert_parallel.deepep.double.normal import (
     NORMAL_RANKS,
     DoubleConfig,
     NormalHandle,
     NormalMode,
     stream_rule,
 )
-from moe_runtime.spec.bytes import low_latency_buffer_bytes
 
 ALIGNMENT = 128
 Hook = Callable[[], None]
