@@ -36,7 +36,7 @@ def _import_interpreting() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     import_module("triton")
     del os.environ["TRITON_INTERPRET"]
-    knobs = import_module("triton.knobs")
+    knobs: Any = import_module("triton.knobs")
     knobs.propagate_env = False
     knobs.runtime.interpret = True
     knobs.propagate_env = True

@@ -37,7 +37,7 @@ def test_conversions_round_as_torch_does():
             torch.tensor([0.0, 31.1, -448.0, 1e-9]),
         )
     )
-    for kind in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz):
+    for kind in (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2):
         out, back = torch.empty(1024, dtype=kind), torch.empty(1024)
         _convert[(1,)](values, out, N=1024)
         limit = torch.finfo(kind).max
