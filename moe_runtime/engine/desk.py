@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moe_runtime.engine.clock import StepClock
+from moe_runtime.engine.extras import NOTHING, Extras
 from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
@@ -127,18 +128,19 @@ class RequestDesk:
             if rank != self.identity.rank:
                 self.outbox.send(self.identity.addresses[self.identity.instance, rank], Wake(step=step))
 
-    def deliver(self, events: list[TokenEvent], logits: dict[int, bytes]) -> None:
-        """Send a step's tokens; `logits[sample]` are float32 bytes of samples that wanted them."""
+    def deliver(self, events: list[TokenEvent], extras: dict[int, Extras]) -> None:
+        """Send a step's tokens; `extras[sample]` is what a sample's client wanted beside them."""
         tokens: dict[int, list[Token]] = defaultdict(list)
         for event in events:
             request = event.sequence.request.id
             frontend = request >> FRONTEND_SHIFT
+            extra = extras.get(event.sample, NOTHING)
             if event.kind == "handoff":
                 handoff = self._grant(event)
-                self._tell(frontend, Prefilled(handoff=handoff, logits=logits.get(event.sample)))
+                self._tell(frontend, Prefilled(handoff=handoff, logits=extra.logits, logprobs=extra.logprobs))
                 continue
             tokens[frontend].append(
-                Token(request, event.token, event.finish_reason, logits.get(event.sample))
+                Token(request, event.token, event.finish_reason, extra.logits, extra.logprobs)
             )
         for frontend, batch in tokens.items():
             self._tell(

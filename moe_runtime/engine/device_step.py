@@ -10,18 +10,27 @@ from torch import Tensor
 
 from moe_runtime.engine import overlap
 from moe_runtime.engine.agree import StepDecision, StepKind
-from moe_runtime.engine.sampler import sample
+from moe_runtime.engine.sampler import TopLogprobs, sample, top_logprobs
 from moe_runtime.models.context import Clock, PrefillSegment, StepContext
 from moe_runtime.models.decoder import Decoder
+from moe_runtime.scheduler.sampling import greedy
 from moe_runtime.scheduler.step_inputs import StepInputs
+
+MAX_TOP_LOGPROBS = 20  # what the API allows; one size, so that micro-batches can be joined
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a step leaves on the device: tokens int64 [N], and logits float32 [W, V] of the W wanted rows."""
+    """What a step leaves on the device.
+
+    tokens_N     int64
+    logits_WV    float32, of the samples whose logits are wanted, in their order
+    logprobs     of the samples whose logprobs are wanted, in their order
+    """
 
     tokens_N: Tensor
-    logits_NV: Tensor | None = None
+    logits_WV: Tensor | None = None
+    logprobs: TopLogprobs | None = None
 
 
 NO_SAMPLES = Samples(torch.zeros(0, dtype=torch.int64))
@@ -71,6 +80,7 @@ def make_context(
         clock=clock,
         rounds=decision.rounds,
         round_tokens=decision.round_tokens,
+        dispatch_mode=decision.dispatch_mode,
     )
 
 
@@ -85,25 +95,44 @@ def run(decoder: Decoder, parts: Sequence[tuple[StepInputs, StepContext]], *, de
         offset=overlap.DECODE_OFFSET if decode_only else overlap.PREFILL_OFFSET,
     )
     samples = [_sample(decoder, x_TH, inputs) for x_TH, (inputs, _) in zip(hidden, parts, strict=True)]
-    if len(samples) == 1:
-        return samples[0]
-    logits = [s.logits_NV for s in samples if s.logits_NV is not None]
-    return Samples(torch.cat([s.tokens_N for s in samples]), torch.cat(logits) if logits else None)
+    return samples[0] if len(samples) == 1 else _joined(samples)
+
+
+def _joined(parts: Sequence[Samples]) -> Samples:
+    logits = [s.logits_WV for s in parts if s.logits_WV is not None]
+    logprobs = [s.logprobs for s in parts if s.logprobs is not None]
+    return Samples(
+        torch.cat([s.tokens_N for s in parts]),
+        torch.cat(logits) if logits else None,
+        TopLogprobs(
+            torch.cat([p.chosen_W for p in logprobs]),
+            torch.cat([p.top_ids_WK for p in logprobs]),
+            torch.cat([p.top_WK for p in logprobs]),
+        )
+        if logprobs
+        else None,
+    )
 
 
 def _sample(decoder: Decoder, x_TH: Tensor, inputs: StepInputs) -> Samples:
     if not len(inputs.sample_rows_N):
         return NO_SAMPLES
     logits_NV = decoder.logits(x_TH[_to(inputs.sample_rows_N, x_TH.device)])
-    tokens_N = sample(logits_NV, inputs.temperature_N, inputs.seed_N, inputs.output_position_N)
-    return Samples(tokens_N, logits_NV[_to(np.flatnonzero(inputs.want_logits_N), x_TH.device)])
+    tokens_N = sample(logits_NV, inputs.sampling)
+    wanted = np.flatnonzero(inputs.sampling.want_logits_N)
+    probed = np.flatnonzero(inputs.sampling.num_logprobs_N >= 0)
+    logits_WV = logits_NV[_to(wanted, x_TH.device)] if len(wanted) else None
+    if not len(probed):
+        return Samples(tokens_N, logits_WV)
+    rows_W = _to(probed, x_TH.device)
+    return Samples(tokens_N, logits_WV, top_logprobs(logits_NV[rows_W], tokens_N[rows_W], MAX_TOP_LOGPROBS))
 
 
 def warm_up(
     decoder: Decoder, kv_cache: list[Tensor], *, block_tokens: int, num_tokens: int, clock: Clock
 ) -> None:
-    """COLLECTIVE: two passes of prefill and decode rows over free KV blocks, so that the first request
-    pays for no lazy allocation, thread pool or communicator. Every rank passes the same numbers.
+    """COLLECTIVE: two passes of prefill and decode rows in every dispatch mode over free KV blocks, so that the
+    first request pays for no lazy allocation, thread pool or communicator. Every rank passes the same numbers.
     """
     rows = min(num_tokens, block_tokens * len(kv_cache[0]) - 1)
     if rows < 1:
@@ -120,13 +149,10 @@ def warm_up(
         segment_context_P=np.zeros(1, np.int32),
         segment_blocks_PB=blocks,
         sample_rows_N=np.array([0, rows], np.int32),
-        temperature_N=np.zeros(2, np.float32),
-        seed_N=np.zeros(2, np.int64),
-        output_position_N=np.zeros(2, np.int32),
-        want_logits_N=np.zeros(2, bool),
+        sampling=greedy(2),
     )
-    decision = StepDecision(kind=StepKind.FORWARD, rounds=1, round_tokens=rows + 1)
-    for _ in range(2):
+    for mode in 2 * decoder.dispatch_modes:
+        decision = StepDecision(kind=StepKind.FORWARD, dispatch_mode=mode, rounds=1, round_tokens=rows + 1)
         step = make_context(
             inputs, decision, previous=NO_SAMPLES, kv_cache=kv_cache, block_tokens=block_tokens, clock=clock
         )

@@ -17,6 +17,7 @@ from moe_runtime.engine.clock import OUTSIDE, StepClock
 from moe_runtime.engine.desk import RequestDesk
 from moe_runtime.engine.device_step import NO_SAMPLES, Samples
 from moe_runtime.engine.exchange import Exchange
+from moe_runtime.engine.extras import extras_of
 from moe_runtime.engine.overlap_policy import OverlapModel
 from moe_runtime.engine.recorder import step_row
 from moe_runtime.expert_parallel.meter import TransportMeter
@@ -136,7 +137,7 @@ class RankEngine:
             scheduled, samples = self._in_flight.popleft()
             tokens_N = samples.tokens_N.cpu().numpy().astype(np.int32)
             events = self.scheduler.commit(scheduled, tokens_N)
-            self.desk.deliver(events, _wanted_logits(scheduled, samples))
+            self.desk.deliver(events, extras_of(scheduled.inputs.sampling, samples))
         self.scheduler.check_invariants(leased=self.desk.leases.num_blocks)
         if self.poison:
             self._poison_freed()
@@ -179,11 +180,3 @@ class RankEngine:
         if freed:
             for layer in self.kv_cache:
                 layer[freed] = POISON
-
-
-def _wanted_logits(scheduled: Scheduled, samples: Samples) -> dict[int, bytes]:
-    if samples.logits_NV is None:
-        return {}
-    wanted = np.flatnonzero(scheduled.inputs.want_logits_N).tolist()
-    rows = samples.logits_NV.float().cpu().numpy()
-    return {n: row.tobytes() for n, row in zip(wanted, rows, strict=True)}

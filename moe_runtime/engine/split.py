@@ -69,10 +69,6 @@ def _samples(inputs: StepInputs, start: int, stop: int) -> slice:
     return slice(int(np.searchsorted(rows, start)), int(np.searchsorted(rows, stop)))
 
 
-def _of_samples(name: str) -> Callable[[StepInputs, int, int], Any]:
-    return lambda inputs, start, stop: getattr(inputs, name)[_samples(inputs, start, stop)]
-
-
 REBUILT: Mapping[str, Callable[[StepInputs, int, int], Any]] = MappingProxyType(
     {
         "kv_slots_GT": lambda inputs, start, stop: inputs.kv_slots_GT[:, start:stop],
@@ -82,9 +78,6 @@ REBUILT: Mapping[str, Callable[[StepInputs, int, int], Any]] = MappingProxyType(
         "segment_context_P": _context,
         "segment_blocks_PB": lambda i, start, stop: i.segment_blocks_PB[_segments(i, start, stop)],
         "sample_rows_N": lambda i, start, stop: i.sample_rows_N[_samples(i, start, stop)] - np.int32(start),
-        "temperature_N": _of_samples("temperature_N"),
-        "seed_N": _of_samples("seed_N"),
-        "output_position_N": _of_samples("output_position_N"),
-        "want_logits_N": _of_samples("want_logits_N"),
+        "sampling": lambda i, start, stop: i.sampling.cut(_samples(i, start, stop)),
     }
 )

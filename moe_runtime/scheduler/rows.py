@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.scheduler.sampling import SamplingInputs, with_history
 from moe_runtime.scheduler.sequences import SequenceTable
 from moe_runtime.scheduler.step_inputs import StepInputs
 from moe_runtime.spec.kv import INDEX_MASK
@@ -54,15 +55,28 @@ class RowBuilder:
             segment_context_P=context,
             segment_blocks_PB=self._blocks(chunk_rows),
             sample_rows_N=sample_rows,
-            temperature_N=table.temperature[sampled],
-            seed_N=table.seed[sampled],
-            output_position_N=table.num_tokens[sampled] - table.prompt_len[sampled],
-            want_logits_N=table.want_logits[sampled]
-            & (table.num_tokens[sampled] == table.prompt_len[sampled]),
+            sampling=self._sampling(sampled),
         )
         table.num_computed[decode] += 1
         table.num_computed[chunk_rows] += counts
         return inputs, sampled
+
+    def _sampling(self, rows_N: NDArray[np.intp]) -> SamplingInputs:
+        table = self.table
+        position_N = table.num_tokens[rows_N] - table.prompt_len[rows_N]
+        inputs = SamplingInputs(
+            temperature_N=table.temperature[rows_N],
+            seed_N=table.seed[rows_N],
+            output_position_N=position_N,
+            top_p_N=table.top_p[rows_N],
+            top_k_N=table.top_k[rows_N],
+            min_p_N=table.min_p[rows_N],
+            num_logprobs_N=table.num_logprobs[rows_N],
+            want_logits_N=table.want_logits[rows_N] & (position_N == 0),
+        )
+        if not table.adjusted[rows_N].any():
+            return inputs
+        return with_history(inputs, [s for row in rows_N if (s := table.sequences[row]) is not None])
 
     def _kv_slots(self, rows_T: NDArray[np.int32], positions_T: NDArray[np.int32]) -> NDArray[np.int64]:
         blocks = self.table.blocks[rows_T, positions_T // self.block_tokens].astype(np.int64) & INDEX_MASK

@@ -193,6 +193,8 @@ class Scheduler:
                 continue
             sequence.tokens[sequence.num_known] = token
             sequence.num_known += 1
+            if sequence.constraint is not None:
+                sequence.constraint.accept(token)
             if sequence.row >= 0:
                 self.table.last_token[sequence.row] = token
                 if sequence.pending == 0:

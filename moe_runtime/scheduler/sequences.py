@@ -9,6 +9,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.scheduler.sampling import Constraint
 from moe_runtime.spec.requests import Request
 
 
@@ -32,6 +33,7 @@ class Sequence:
     pending       sampled tokens still on the device
     row           its row in the table, -1 when it is not running
     high_water    tokens whose KV was computed at some time, here or on the prefill side
+    constraint    what the output must look like
     """
 
     request: Request
@@ -45,6 +47,24 @@ class Sequence:
     row: int = -1
     preemptions: int = 0
     high_water: int = 0
+    constraint: Constraint | None = None
+
+    @property
+    def edited(self) -> bool:
+        """Single logits of its samples are changed."""
+        params = self.request.sampling
+        return bool(params.logit_bias) or params.min_tokens > 0 or self._penalised
+
+    @property
+    def needs_history(self) -> bool:
+        """The next sample needs the tokens before it on the host, not only on the device."""
+        return self._penalised or self.constraint is not None
+
+    @property
+    def _penalised(self) -> bool:
+        params = self.request.sampling
+        changes = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+        return changes != (0.0, 0.0, 1.0)
 
     @property
     def prompt_len(self) -> int:
@@ -57,9 +77,17 @@ class Sequence:
 
 
 def make_sequence(
-    request: Request, eos_token_ids: tuple[int, ...], *, handoff: bool = False, first_token: int | None = None
+    request: Request,
+    eos_token_ids: tuple[int, ...],
+    *,
+    handoff: bool = False,
+    first_token: int | None = None,
+    constraint: Constraint | None = None,
 ) -> Sequence:
-    """A waiting sequence. With `first_token` it was prefilled elsewhere and has one output."""
+    """A waiting sequence. With `first_token` it was prefilled elsewhere and has one output.
+
+    The model's own end-of-sequence tokens end it unless `ignore_eos`, the request's stop ids always.
+    """
     prompt = np.asarray(request.prompt, np.int32)
     tokens = np.zeros(len(prompt) + request.sampling.max_tokens, np.int32)
     tokens[: len(prompt)] = prompt
@@ -67,7 +95,10 @@ def make_sequence(
     if first_token is not None:
         tokens[known] = first_token
         known += 1
-    stop = frozenset() if request.sampling.ignore_eos else frozenset(eos_token_ids)
+        if constraint is not None:
+            constraint.accept(first_token)
+    params = request.sampling
+    stop = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
     return Sequence(
         request=request,
         tokens=tokens,
@@ -76,6 +107,7 @@ def make_sequence(
         handoff=handoff,
         transferred=first_token is not None,
         high_water=len(prompt) if first_token is not None else 0,
+        constraint=constraint,
     )
 
 
@@ -90,6 +122,8 @@ class SequenceTable:
     last_token    int32, the newest known token
     last_sample   int32, index of the newest sample in the previous step, -1 when it is known
     ready         bool, KV is here (False while PULLING)
+    adjusted      bool, single logits are changed or masked before it is sampled
+    waits         bool, it cannot be sampled while a sample of it is still on the device
     """
 
     def __init__(self, rows: int, max_blocks: int) -> None:
@@ -106,7 +140,13 @@ class SequenceTable:
         self.temperature = np.zeros(rows, np.float32)
         self.seed = np.zeros(rows, np.int64)
         self.prompt_len = np.zeros(rows, np.int32)
+        self.top_p = np.ones(rows, np.float32)
+        self.top_k = np.zeros(rows, np.int32)
+        self.min_p = np.zeros(rows, np.float32)
+        self.num_logprobs = np.full(rows, -1, np.int32)
         self.want_logits = np.zeros(rows, bool)
+        self.adjusted = np.zeros(rows, bool)
+        self.waits = np.zeros(rows, bool)
         self._stamps = 0
 
     @property
@@ -136,7 +176,13 @@ class SequenceTable:
         self.last_sample[row] = -1
         self.temperature[row] = params.temperature
         self.seed[row] = params.seed
+        self.top_p[row] = params.top_p
+        self.top_k[row] = params.top_k
+        self.min_p[row] = params.min_p
+        self.num_logprobs[row] = params.logprobs
         self.want_logits[row] = params.want_logits
+        self.adjusted[row] = sequence.edited or sequence.constraint is not None
+        self.waits[row] = sequence.needs_history
         self.ready[row] = sequence.state is not State.PULLING
 
     def leave(self, row: int) -> NDArray[np.int32]:
@@ -160,6 +206,7 @@ class SequenceTable:
         """Rows whose next step is one token: only their newest token lacks KV. In admission order."""
         want = self.ready & (self.num_computed == self.num_tokens - 1) & (self.num_tokens < self.max_tokens)
         want &= self.num_tokens > self.prompt_len
+        want &= ~(self.waits & (self.last_sample >= 0))
         return self._in_order(want)
 
     def prefill_rows(self) -> NDArray[np.intp]:

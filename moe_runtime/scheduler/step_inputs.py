@@ -12,10 +12,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.scheduler.sampling import SamplingInputs
+
 SplitRule = Literal["split", "copy", "drop"]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-F32 = NDArray[np.float32]
 
 
 def declared(rule: SplitRule) -> Any:
@@ -37,10 +38,7 @@ class StepInputs:
     segment_context_P   int32; tokens of the sequence already in the cache before the segment
     segment_blocks_PB   int32; block indices of each prefill sequence, -1 padded (primary group)
     sample_rows_N       int32; rows whose next token is sampled
-    temperature_N       float32; 0 is greedy
-    seed_N              int64; sampling noise is a function of (seed, output_position)
-    output_position_N   int32; 0 for the first generated token of a request
-    want_logits_N       bool; return the row's logits
+    sampling            how they are sampled
     """
 
     token_ids_T: I32 = declared("split")
@@ -53,10 +51,7 @@ class StepInputs:
     segment_context_P: I32 = declared("drop")
     segment_blocks_PB: I32 = declared("drop")
     sample_rows_N: I32 = declared("drop")
-    temperature_N: F32 = declared("drop")
-    seed_N: I64 = declared("drop")
-    output_position_N: I32 = declared("drop")
-    want_logits_N: NDArray[np.bool_] = declared("drop")
+    sampling: SamplingInputs = declared("drop")
 
     @property
     def num_tokens(self) -> int:

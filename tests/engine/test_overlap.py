@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Generator
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -75,8 +76,9 @@ def test_halves_together_are_the_whole(decoding, prompts, chunk):
     parts = split.halves(whole)
     assert sum(p.num_tokens for p in parts) == whole.num_tokens
     assert abs(parts[0].num_tokens - parts[1].num_tokens) <= 1
-    for name in ("token_ids_T", "positions_T", "temperature_N", "output_position_N"):
-        assert np.concatenate([getattr(p, name) for p in parts]).tolist() == getattr(whole, name).tolist()
+    for name in ("token_ids_T", "positions_T", "sampling.temperature_N", "sampling.output_position_N"):
+        value = attrgetter(name)
+        assert np.concatenate([value(p) for p in parts]).tolist() == value(whole).tolist()
     assert sum(p.num_decode for p in parts) == whole.num_decode
     offset = 0
     for part in parts:
