@@ -82,14 +82,29 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[float]
 
 
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    """How a request began at the rank that ran its prompt: travels with its first token.
+
+    cached_tokens  prompt tokens whose KV was in the prefix cache
+    queue_seconds  from arrival at the rank to admission
+    """
+
+    cached_tokens: int
+    queue_seconds: float
+
+
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One new token. `finish_reason` is set on the last one; `logits` float32 bytes if wanted."""
+    """One new token. `finish_reason` is set on the last one; `logits` float32 bytes if wanted.
+
+    `start` is set on the first token of a rank that ran the prompt itself.
+    """
 
     request: int
     token: int
     finish_reason: str | None = None
     logits: bytes | None = None
     logprobs: Logprobs | None = None
+    start: Start | None = None
 
 
 class StepTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -106,6 +121,7 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     handoff: Handoff
     logits: bytes | None = None
     logprobs: Logprobs | None = None
+    start: Start | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -124,5 +140,78 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     timeline: RankTimeline
 
 
-ToRank = Hello | Submit | SubmitTransferred | Abort | Release | Renew | Wake | Collect | Shutdown
-ToFrontend = Ready | StepTokens | Prefilled | Refused | Stats
+class RankTotals(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has done since it started; differences of two of them are rates.
+
+    steps, step_seconds    steps with rows on some rank of the instance, and their wall seconds
+    phase_seconds          the same seconds by phase, in the order of report.records.PHASES
+    decode_rows            decode rows run; with `prefill_rows` all rows of all steps
+    prefill_rows           prefill rows run, recomputed ones among them
+    new_prefill_tokens     prompt tokens computed for the first time anywhere
+    cached_prefill_tokens  prompt tokens found in this rank's prefix cache
+    recomputed_tokens      prefill rows run again after a preemption or a failed pull
+    output_tokens          tokens sent to frontends
+    step_fill              sum over the steps of: rows of all ranks / (ranks x rows of the fullest)
+    received_rows          per MoE layer, (token, expert) pairs that this rank's slots received
+    rows_histogram         steps by rows: entry i counts those of at most ROWS_BUCKETS[i], the last the rest
+    """
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    phase_seconds: list[float] = []
+    decode_rows: int = 0
+    prefill_rows: int = 0
+    new_prefill_tokens: int = 0
+    cached_prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    step_fill: float = 0.0
+    received_rows: list[int] = []
+    rows_histogram: list[int] = []
+
+
+# Upper bounds of the steps' sizes in `rows_histogram`.
+ROWS_BUCKETS = tuple(1 << i for i in range(13))
+
+
+class Watch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Frontend -> rank: send me a Status every `seconds` and when your load changes; 0 ends it."""
+
+    frontend: int
+    seconds: float
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank -> frontend: how the rank is doing. Sent by the step loop itself, so it is a heartbeat too.
+
+    time            seconds of the rank's monotonic clock
+    step            number of the newest step
+    waiting         requests queued; `waiting_tokens` tokens they still have to compute
+    running         sequences in the table, those among them whose KV is on the way are `pulling`
+    kv_blocks       all blocks; `kv_used` of them hold live sequences or leases, `kv_cached` of the rest
+                    hold prefixes that a new request may reuse
+    others_tokens   prompt and requested output tokens of what other frontends have here
+    chunk_tokens    prefill rows a step may take now
+    """
+
+    instance: str
+    deployment: str
+    rank: int
+    time: float
+    step: int
+    waiting: int
+    waiting_tokens: int
+    running: int
+    pulling: int
+    kv_blocks: int
+    kv_used: int
+    kv_cached: int
+    block_tokens: int
+    others_tokens: int
+    chunk_tokens: int
+    totals: RankTotals
+
+
+ToRank = Hello | Watch | Submit | SubmitTransferred | Abort | Release | Renew | Wake | Collect | Shutdown
+ToFrontend = Ready | StepTokens | Prefilled | Refused | Stats | Status

@@ -45,11 +45,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A tokenised request. `id` is unique among all requests of a frontend's lifetime."""
+    """A tokenised request. `id` is unique among all requests of a frontend's lifetime.
+
+    priority    lower is served first
+    cache_salt  requests share cached prefixes only with those of the same salt (an adapter, a tenant)
+    """
 
     id: int
     prompt: list[int]
     sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
 
 
 class FinishReason:
