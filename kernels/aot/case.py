@@ -71,6 +71,7 @@ class AotCase:
     constants      argument -> compile-time value
     aligned        arguments (pointers and strides together) known to be multiples of 16
     num_warps, num_stages
+    fp_fusion      whether the launcher lets products and sums fuse into one rounding
     matrix         the matrix instruction its main loop must use: none, bf16 (wgmma / tcgen05 / mfma),
                    fp8 (the fp8 form of it), small (tiles too small for those; mma.sync allowed)
     streams        True if its main loop must load 16 bytes at a time (asynchronous copies or TMA)
@@ -85,6 +86,7 @@ class AotCase:
     aligned: frozenset[str] = frozenset()
     num_warps: int = 4
     num_stages: int = 2
+    fp_fusion: bool = True
     matrix: Matrix = "none"
     streams: bool = False
     representative: bool = False
