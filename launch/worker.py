@@ -21,6 +21,7 @@ from moe_runtime.engine.exchange import Exchange, LocalExchange, SharedExchange
 from moe_runtime.engine.messages import ToRank
 from moe_runtime.engine.rank import RankEngine
 from moe_runtime.engine.sockets import Inbox, Outbox, ipc_address
+from moe_runtime.engine.structures import Structures
 from moe_runtime.expert_parallel.shm import ShmBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.launch.buffers import RankBuffer, make_buffer
@@ -218,6 +219,9 @@ def assemble(
         leases=Leases(LEASE_SECONDS),
         pool=loaded.pool,
         transport=transport,
+        structures=Structures(
+            Path(flight.effective.model.path), flight.model.vocab_size, flight.model.eos_token_ids
+        ),
     )
     return RankEngine(
         desk=desk,

@@ -6,7 +6,9 @@ Takes no part in a step: nothing here may change which collectives run.
 
 import time
 from collections import defaultdict
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -32,9 +34,11 @@ from moe_runtime.engine.messages import (
     Wake,
 )
 from moe_runtime.engine.sockets import Inbox, Outbox
-from moe_runtime.errors import RequestRefused, TransferError
+from moe_runtime.engine.structures import Structures
+from moe_runtime.errors import RequestRefused, TransferError, UnavailableError
 from moe_runtime.report.records import StepLog, pack
 from moe_runtime.report.timeline import RankTimeline
+from moe_runtime.scheduler.sampling import Constraint
 from moe_runtime.scheduler.scheduler import Scheduler, TokenEvent
 from moe_runtime.scheduler.sequences import Sequence, make_sequence
 from moe_runtime.transfer.handoff import Handoff, KVSource
@@ -61,6 +65,14 @@ class _Pulling:
     source: KVSource
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request whose output must look like something that is not compiled yet."""
+
+    message: Submit | SubmitTransferred
+    constraint: "Future[Constraint]"
+
+
 @dataclass(slots=True)
 class RequestDesk:
     """`pool` and `leases` serve a prefill rank, `transport` a decode rank; either may be unused."""
@@ -75,18 +87,21 @@ class RequestDesk:
     leases: Leases
     pool: HostPool | None
     transport: KVTransport | None
+    structures: Structures
     stopping: bool = False
     wake_step: int = -1
     changed: bool = False
     _frontends: dict[int, str] = field(default_factory=dict)
     _sources: dict[int, KVSource] = field(default_factory=dict)
     _pulls: list[_Pulling] = field(default_factory=list)
+    _compiling: list[_Compiling] = field(default_factory=list)
     _renew_at: float = 0.0
 
     def receive(self) -> None:
         """Handle every message that is there, pulls that ended and leases that are over."""
         for message in self.inbox.drain():
             self._handle(message)
+        self._poll_compiling()
         self._poll_pulls()
         now = time.monotonic()
         self._renew(now)
@@ -111,11 +126,12 @@ class RequestDesk:
     @property
     def idle_stop(self) -> bool:
         """Told to stop, and nothing is left to do."""
-        return not (not self.stopping or self.scheduler.num_requests or len(self.leases) or self._pulls)
+        busy = self.scheduler.num_requests or len(self.leases) or self._pulls or self._compiling
+        return self.stopping and not busy
 
     def patience(self) -> float:
         """Seconds this rank may sleep before it must look again by itself."""
-        if self._pulls:
+        if self._pulls or self._compiling:
             return 0.001
         if self._sources:
             return min(1.0, self.leases.seconds / 6)
@@ -151,6 +167,7 @@ class RequestDesk:
         """Close the sockets once what was sent is out, and the transfer thread."""
         self.inbox.close()
         self.outbox.close()
+        self.structures.close()
         if self.transport is not None:
             self.transport.close()
 
@@ -159,14 +176,14 @@ class RequestDesk:
     def _handle(self, message: ToRank) -> None:
         self.changed = True
         match message:
-            case Submit(request=request, handoff=handoff):
-                self._add(make_sequence(request, self.eos_token_ids, handoff=handoff))
-            case SubmitTransferred(request=request, handoff=handoff):
-                first = handoff.first_token
-                sequence = make_sequence(request, self.eos_token_ids, first_token=first)
-                self._sources[request.id] = handoff.source
-                if not self._add(sequence):
-                    self._release(self._sources.pop(request.id))
+            case Submit() | SubmitTransferred():
+                if isinstance(message, SubmitTransferred):
+                    self._sources[message.request.id] = message.handoff.source
+                structure = message.request.sampling.structure
+                if structure is None:
+                    self._admit(message, None)
+                else:
+                    self._compiling.append(_Compiling(message, self.structures.start(structure)))
             case Abort(request=request_id):
                 self._abort(request_id)
             case Release(lease=lease):
@@ -186,19 +203,39 @@ class RequestDesk:
             case Shutdown():
                 self.stopping = True
 
-    def _add(self, sequence: Sequence) -> bool:
+    def _admit(self, message: Submit | SubmitTransferred, constraint: Constraint | None) -> None:
+        """Queue a request at the scheduler, or refuse it."""
+        make = partial(make_sequence, message.request, self.eos_token_ids, constraint=constraint)
+        match message:
+            case Submit(handoff=handoff):
+                sequence = make(handoff=handoff)
+            case SubmitTransferred(handoff=handoff):
+                sequence = make(first_token=handoff.first_token)
         try:
             self.scheduler.add(sequence)
         except RequestRefused as refusal:
-            request = sequence.request.id
-            self._tell(
-                request >> FRONTEND_SHIFT,
-                Refused(request=request, reason=f"{self.identity.deployment}: {refusal}"),
-            )
-            return False
-        return True
+            self._refuse(message.request.id, str(refusal))
+
+    def _refuse(self, request_id: int, reason: str) -> None:
+        source = self._sources.pop(request_id, None)
+        if source is not None:
+            self._release(source)
+        refused = Refused(request=request_id, reason=f"{self.identity.deployment}: {reason}")
+        self._tell(request_id >> FRONTEND_SHIFT, refused)
+
+    def _poll_compiling(self) -> None:
+        for waiting in [w for w in self._compiling if w.constraint.done()]:
+            self._compiling.remove(waiting)
+            self.changed = True
+            try:
+                constraint = waiting.constraint.result()
+            except (RequestRefused, UnavailableError) as refusal:
+                self._refuse(waiting.message.request.id, str(refusal))
+                continue
+            self._admit(waiting.message, constraint)
 
     def _abort(self, request_id: int) -> None:
+        self._compiling = [w for w in self._compiling if w.message.request.id != request_id]
         self.scheduler.abort(request_id)
         for blocks in self.leases.release_request(request_id):
             self._end_lease(blocks)

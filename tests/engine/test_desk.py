@@ -1,5 +1,6 @@
 """A rank's desk: requests, leases and pulls come and go, and everything returns to the baseline."""
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,10 +27,10 @@ from moe_runtime.engine.messages import (
     ToRank,
     Wake,
 )
-from moe_runtime.errors import LeaseExpired
+from moe_runtime.errors import LeaseExpired, RequestRefused
 from moe_runtime.report.records import StepLog
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
-from moe_runtime.spec.requests import Request, SamplingParams
+from moe_runtime.spec.requests import Request, SamplingParams, Structure
 from moe_runtime.transfer.handoff import Handoff, KVSource
 from moe_runtime.transfer.leases import Leases
 
@@ -83,11 +84,39 @@ class FakeTransport:
         return None
 
 
+@dataclass
+class FakeStructures:
+    """Compiles when the test says so."""
+
+    started: list[Future] = field(default_factory=list)
+
+    def start(self, structure) -> Future:
+        self.started.append(Future())
+        return self.started[-1]
+
+    def close(self) -> None:
+        return None
+
+
+class OnlyThrees:
+    """Allows token 3 and nothing else."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+    def mask(self):
+        return np.array([1 << 3], np.int32)
+
+
 class Rank:
     """A desk with a scheduler, and steps whose samples are all 3."""
 
     def __init__(self, deployment: str, *, lease_seconds: float = 60.0, num_ranks: int = 1) -> None:
         self.inbox, self.outbox, self.transport = FakeInbox(), FakeOutbox(), FakeTransport()
+        self.structures = FakeStructures()
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_batch_tokens=64,
@@ -113,6 +142,7 @@ class Rank:
             leases=Leases(lease_seconds),
             pool=None,
             transport=self.transport if deployment == "decode" else None,
+            structures=self.structures,  # type: ignore[arg-type]
         )
         self.give(Hello(frontend=0, address="frontend"))
 
@@ -284,4 +314,41 @@ def test_collected_steps_and_shutdown():
     assert not rank.desk.idle_stop
     for _ in range(8):
         rank.step()
+    assert rank.desk.idle_stop
+
+
+def structured(i: int) -> Request:
+    sampling = SamplingParams(max_tokens=5, structure=Structure(kind="json"))
+    return Request(id=i, prompt=[1] * 6, sampling=sampling)
+
+
+def test_a_structured_request_waits_for_its_constraint_while_others_run():
+    rank = Rank("unified")
+    rank.give(Submit(request=structured(1), handoff=False), Submit(request=request(2), handoff=False))
+    rank.step()
+    assert [t.request for m in rank.outbox.take(StepTokens) for t in m.tokens] == [2]
+    assert not rank.desk.idle_stop
+    constraint = OnlyThrees()
+    rank.structures.started[0].set_result(constraint)
+    rank.give()
+    while rank.scheduler.num_requests:
+        rank.step()
+    assert constraint.accepted == [3] * 5
+    assert rank.at_baseline()
+
+
+def test_a_structured_request_may_be_aborted_or_refused_while_it_is_compiled():
+    rank = Rank("decode")
+    source = KVSource(instance="prefill-0", rank=0, lease=5, num_tokens=6, blocks=[[0, 1]])
+    for i in (1, 2):
+        handoff = Handoff(request=i, first_token=3, source=source)
+        rank.give(SubmitTransferred(request=structured(i), handoff=handoff))
+    rank.give(Abort(request=1))
+    assert len(rank.outbox.take(Release)) == 1
+    rank.structures.started[0].set_result(OnlyThrees())
+    rank.structures.started[1].set_exception(RequestRefused("no such schema"))
+    rank.give(Shutdown())
+    assert [r.reason for r in rank.outbox.take(Refused)] == ["decode: no such schema"]
+    assert len(rank.outbox.take(Release)) == 1
+    assert rank.at_baseline()
     assert rank.desk.idle_stop
