@@ -1,0 +1,114 @@
+"""Tool calls in a model's output: what every format's parser gives, and which one a template means.
+
+Owns the common types and the choice of a parser by chat template. The formats are in `tools_deepseek`
+and `tools_hermes`. A parser's result does not depend on how the text was cut into pieces.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallDelta:
+    """News of call `index`: its `name` comes first and once, then its arguments (JSON text) in pieces."""
+
+    index: int
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolDelta:
+    """What a piece of output made certain: text beside the calls, and news of calls in order."""
+
+    content: str = ""
+    calls: tuple[CallDelta, ...] = ()
+
+
+class ToolParser(Protocol):
+    """Reads one output. Text that is no call after all comes out as content, tags and all."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls whose name is known."""
+
+    def feed(self, text: str) -> ToolDelta:
+        """What `text` makes certain."""
+
+    def finish(self) -> ToolDelta:
+        """What was held back, now that nothing more comes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A whole call; `arguments` is JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A whole output."""
+
+    content: str
+    calls: tuple[Call, ...]
+
+
+def collect(parser: ToolParser, text: str) -> Parsed:
+    """Everything at once."""
+    names: list[str] = []
+    arguments: list[str] = []
+    content = ""
+    for delta in (parser.feed(text), parser.finish()):
+        content += delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                names.append(call.name)
+                arguments.append("")
+            arguments[call.index] += call.arguments
+    calls = tuple(Call(name=n, arguments=a) for n, a in zip(names, arguments, strict=True))
+    return Parsed(content=content, calls=calls)
+
+
+class Deltas:
+    """Gathers what one `feed` found, and counts the calls of an output."""
+
+    __slots__ = ("_calls", "_content", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._content = ""
+        self._calls: list[CallDelta] = []
+
+    def content(self, text: str) -> None:
+        self._content += text
+
+    def begin(self, name: str) -> None:
+        """A new call; `arguments` belong to it from now on."""
+        self._calls.append(CallDelta(index=self.count, name=name))
+        self.count += 1
+
+    def arguments(self, text: str) -> None:
+        if text:
+            self._calls.append(CallDelta(index=self.count - 1, arguments=text))
+
+    def take(self) -> ToolDelta:
+        """What was gathered since the last call."""
+        delta = ToolDelta(content=self._content, calls=tuple(self._calls))
+        self._content, self._calls = "", []
+        return delta
+
+
+def parser_for(template: str) -> Callable[[], ToolParser] | None:
+    """The parser of the format in which a chat template shows earlier calls; None for an unknown one."""
+    from moe_runtime.frontend.text.tools_deepseek import CALLS_BEGIN, DeepSeekParser
+    from moe_runtime.frontend.text.tools_hermes import OPEN, HermesParser
+
+    if CALLS_BEGIN in template:
+        fenced = "```json" in template  # V3 and R1; V3.1 writes the bare arguments
+        return lambda: DeepSeekParser(fenced=fenced)
+    if OPEN in template and "<function=" not in template:
+        return HermesParser
+    return None
