@@ -90,6 +90,8 @@ class RankEngine:
 
     def _propose(self) -> StepProposal:
         work = self.scheduler.propose()
+        if self.poison:
+            self._poison_stale()  # all blocks of a step are handed out by now, and none is written yet
         self.desk.start_pulls()
         return StepProposal(
             decode_tokens=work.decode_tokens,
@@ -139,8 +141,6 @@ class RankEngine:
             events = self.scheduler.commit(scheduled, tokens_N)
             self.desk.deliver(events, extras_of(scheduled.inputs.sampling, samples))
         self.scheduler.check_invariants(leased=self.desk.leases.num_blocks)
-        if self.poison:
-            self._poison_freed()
 
     def _record(self, scheduled: Scheduled, decision: StepDecision) -> None:
         """Close the step's clock, append its row, and let the overlap model learn from it."""
@@ -175,8 +175,8 @@ class RankEngine:
             self.desk.inbox.wait(self.desk.patience())
             self.desk.receive()
 
-    def _poison_freed(self) -> None:
-        freed = self.scheduler.pool.take_freed()
-        if freed:
+    def _poison_stale(self) -> None:
+        stale = self.scheduler.pool.take_stale()
+        if stale:
             for layer in self.kv_cache:
-                layer[freed] = POISON
+                layer[stale] = POISON

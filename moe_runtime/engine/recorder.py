@@ -17,7 +17,7 @@ def step_row(scheduled: Scheduled, decision: StepDecision, totals: TransportTota
     return {
         "decode_tokens": scheduled.inputs.num_decode,
         "prefill_tokens": scheduled.prefill_tokens,
-        "cached_tokens": 0,
+        "cached_tokens": scheduled.cached_tokens,
         "recomputed_tokens": scheduled.recomputed_tokens,
         "received_rows": received,
         "bytes_dispatched": totals.bytes_dispatched,

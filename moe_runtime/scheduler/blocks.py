@@ -1,56 +1,124 @@
-"""BlockPool: which KV blocks of one group are free, in use, or held under a lease.
+"""BlockPool: which KV blocks of one group are free, held, or free but worth keeping.
 
-Knows block indices only: no tensors, no sequences. `free + used == total` at every step.
+Knows block indices and opaque keys only: no tensors, no tokens, no sequences.
+
+A block is *held* by any number of holders (sequences, leases); a held block is used, all others are
+free, so `free + used == total` at every step. A free block with a key is *idle*: its content is still
+good and may be shared again until the block is needed for something else, the longest idle first.
+Only complete blocks get keys and a complete block is never written again, so sharing needs no copies.
 """
 
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 class BlockPool:
-    """A pool of `total` blocks; indices are handed out lowest-recently-freed last (a stack)."""
+    """A pool of `total` blocks. Blank blocks are handed out first, then idle ones are evicted."""
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self._free = list(range(total - 1, -1, -1))
-        self._used = np.zeros(total, bool)
-        self._freed: set[int] = set()
+        self._blank = list(range(total - 1, -1, -1))
+        self._holders = np.zeros(total, np.int32)
+        self._key_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._stale: set[int] = set()
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that nobody holds, idle ones among them."""
+        return len(self._blank) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Free blocks whose content may be shared again."""
+        return len(self._idle)
 
     @property
     def num_used(self) -> int:
-        return int(self._used.sum())
+        return int(np.count_nonzero(self._holders))
+
+    @property
+    def num_holds(self) -> int:
+        """Sum over the blocks of their holders."""
+        return int(self._holders.sum())
 
     def can_allocate(self, count: int) -> bool:
-        return count <= len(self._free)
+        return count <= self.num_free
 
     def allocate(self, count: int) -> NDArray[np.int32]:
-        """int32 [count] block indices; the caller has asked `can_allocate`."""
-        assert self.can_allocate(count), f"{count} blocks asked, {len(self._free)} free"
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        self._used[taken] = True
-        self._freed.difference_update(taken)
-        return np.array(taken[::-1], np.int32)
+        """int32 [count] block indices with one holder each; the caller has asked `can_allocate`."""
+        assert self.can_allocate(count), f"{count} blocks asked, {self.num_free} free"
+        taken = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
+        blocks = np.array(taken, np.int32)
+        self._holders[blocks] = 1
+        return blocks
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back. Freeing a block twice is our own bug."""
+    def free(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
+        """One holder fewer for each block, given in token order. Freeing a free block is our own bug.
+
+        The ends of a prefix go idle before its beginning, so they are evicted first.
+        """
+        for block in reversed([int(b) for b in blocks]):
+            assert self._holders[block] > 0, f"block {block} freed twice"
+            self._holders[block] -= 1
+            if self._holders[block]:
+                continue
+            if block in self._key_of:
+                self._idle[block] = None
+            else:
+                self._blank.append(block)
+                self._stale.add(block)
+
+    # -- sharing ------------------------------------------------------------------------------
+
+    def keep(self, block: int, key: bytes) -> None:
+        """The held block is complete and `key` names its content; an equal block is not kept twice."""
+        assert self._holders[block] > 0, f"block {block} is not held"
+        if key not in self._block_of and block not in self._key_of:
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def find(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of the leading keys that are kept."""
+        found = []
+        for key in keys:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def count_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks are free now: sharing them takes that many from `num_free`."""
+        return sum(block in self._idle for block in blocks)
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One holder more for each block that `find` returned."""
         for block in blocks:
-            assert self._used[block], f"block {block} freed twice"
-            self._used[block] = False
-            self._free.append(int(block))
-            self._freed.add(int(block))
+            self._holders[block] += 1
+            self._idle.pop(block, None)
 
-    def take_freed(self) -> list[int]:
-        """Blocks freed since the last call and not handed out again (tests poison them)."""
-        freed, self._freed = sorted(self._freed), set()
-        return freed
+    # -- checks -------------------------------------------------------------------------------
+
+    def take_stale(self) -> list[int]:
+        """Blocks whose content became nobody's since the last call, handed out again or not.
+
+        Tests poison them: after `allocate` and before anything is written.
+        """
+        stale, self._stale = sorted(self._stale), set()
+        return stale
 
     def check(self) -> None:
-        """Assert the pool's invariant."""
+        """Assert the pool's invariants."""
         assert self.num_free + self.num_used == self.total, (self.num_free, self.num_used, self.total)
+        assert len(self._key_of) == len(self._block_of), "a key names two blocks"
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        del self._block_of[self._key_of.pop(block)]
+        self._stale.add(block)
+        return block

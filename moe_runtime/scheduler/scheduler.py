@@ -6,9 +6,11 @@
 
 Between `build` and `commit` of one step another may be proposed and built (pipeline depth 1):
 the newest token of a sequence is then a reference into the samples of the previous step.
+
+Who goes first, for a row, for prefill rows of a step, and last to be preempted: the most urgent
+(`queue`). So the most urgent sequence always makes progress, and every sequence becomes that one.
 """
 
-from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 
 from moe_runtime.errors import RequestRefused
 from moe_runtime.scheduler.blocks import BlockPool
+from moe_runtime.scheduler.prefix import PrefixCache
+from moe_runtime.scheduler.queue import WaitingQueue, order
 from moe_runtime.scheduler.rows import RowBuilder
 from moe_runtime.scheduler.sequences import Sequence, SequenceTable, State
 from moe_runtime.scheduler.step_inputs import StepInputs
@@ -25,7 +29,12 @@ from moe_runtime.spec.requests import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """One rank's numbers from the plan."""
+    """One rank's numbers from the plan.
+
+    prefix_cache  KV blocks of finished sequences are found again by later ones with the same beginning
+    prefix_tokens tokens hashed and found as a whole, a multiple of `block_tokens`; 0: `block_tokens`
+    model         tells apart models whose KV must not be mixed up
+    """
 
     max_batch_tokens: int
     max_sequences: int
@@ -33,6 +42,9 @@ class SchedulerLimits:
     block_tokens: int
     num_blocks: int
     max_positions: int
+    prefix_cache: bool = True
+    prefix_tokens: int = 0
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +59,15 @@ class Work:
 class Scheduled:
     """A built step: what the device runs, and whose samples come back.
 
-    `prefill_tokens` are computed for the first time, `recomputed_tokens` again after a preemption.
+    `prefill_tokens` are computed for the first time, `recomputed_tokens` again after a preemption;
+    `cached_tokens` are prompt tokens that sequences admitted since the last step need not compute.
     """
 
     inputs: StepInputs
     sampled: tuple[Sequence, ...]
     prefill_tokens: int
     recomputed_tokens: int
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +91,17 @@ class Scheduler:
         longest = min(limits.max_positions, limits.num_blocks * limits.block_tokens)
         self.table = SequenceTable(limits.max_sequences, self.blocks_for(longest))
         self.rows = RowBuilder(self.table, limits.block_tokens)
-        self.waiting: deque[Sequence] = deque()
+        self.prefix = PrefixCache(
+            self.pool,
+            block_tokens=limits.block_tokens,
+            unit_tokens=limits.prefix_tokens or limits.block_tokens,
+            model=limits.model,
+            enabled=limits.prefix_cache,
+        )
+        self.waiting = WaitingQueue()
+        self.step = 0
+        self._admitted: list[Sequence] = []
+        self._cached_tokens = 0
         self._started_pulls: list[Sequence] = []
         self.by_request: dict[int, Sequence] = {}
         self._preemptions = 0
@@ -113,7 +137,7 @@ class Scheduler:
         self.check(sequence.prompt_len, max_tokens, handoff=sequence.handoff)
         assert sequence.request.id not in self.by_request, f"request {sequence.request.id} is already here"
         self.by_request[sequence.request.id] = sequence
-        self.waiting.append(sequence)
+        self.waiting.arrive(sequence, self.step)
 
     def abort(self, request_id: int) -> Sequence | None:
         """Drop a request in any state; unknown ids are ignored (it may have just finished)."""
@@ -131,13 +155,20 @@ class Scheduler:
             return
         sequence.state = State.RUNNING
         self.table.ready[sequence.row] = True
-        if not ok:
+        if ok:
+            self._keep(sequence)
+        else:
             self.table.num_computed[sequence.row] = 0
 
     def take_started_pulls(self) -> list[Sequence]:
         """Transferred sequences admitted since the last call: their blocks wait for KV."""
         started, self._started_pulls = self._started_pulls, []
         return started
+
+    def take_admitted(self) -> list[Sequence]:
+        """Sequences that got a row for the first time since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -151,10 +182,12 @@ class Scheduler:
 
     def propose(self) -> Work:
         """Make every decode row runnable and admit what fits; LOCAL."""
-        self._decode = self._allocate_decode()
+        self._allocate_decode()
         prefill = self._behind()
         while prefill < self.limits.chunk_tokens and self._admit():
             prefill = self._behind()
+        # All but the newest token of an admitted sequence may have been found: then it decodes at once.
+        self._decode = self.table.decode_rows()
         return Work(decode_tokens=len(self._decode), prefill_tokens=prefill)
 
     def build(self, token_level: int) -> Scheduled:
@@ -177,9 +210,20 @@ class Scheduler:
             self.table.num_tokens[row] += 1
             self.table.last_sample[row] = index
             sampled.append(sequence)
+        for row, _ in chunks:
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            self._keep(sequence)
+        self.step += 1
         self._decode = self._decode[:0]
-        fresh = sum(count for _, count in chunks) - again
-        return Scheduled(inputs=inputs, sampled=tuple(sampled), prefill_tokens=fresh, recomputed_tokens=again)
+        cached, self._cached_tokens = self._cached_tokens, 0
+        return Scheduled(
+            inputs=inputs,
+            sampled=tuple(sampled),
+            prefill_tokens=sum(count for _, count in chunks) - again,
+            recomputed_tokens=again,
+            cached_tokens=cached,
+        )
 
     def commit(self, scheduled: Scheduled, tokens_N: NDArray[np.int32]) -> list[TokenEvent]:
         """Sampled tokens of a step, in the order of `scheduled.sampled`.
@@ -199,6 +243,7 @@ class Scheduler:
                 self.table.last_token[sequence.row] = token
                 if sequence.pending == 0:
                     self.table.last_sample[sequence.row] = -1
+                self._keep(sequence)
             events.append(self._event(sequence, index, token))
         return events
 
@@ -232,17 +277,35 @@ class Scheduler:
         `steps` is at most `horizon()`. Blocks are allocated in bulk. For the virtual cluster, where
         tokens have no meaning.
         """
-        rows = self.table.decode_rows()
-        for row, count in zip(rows, self._missing_blocks(rows, steps), strict=True):
-            if count:
-                self.table.add_blocks(row, self.pool.allocate(int(count)))
-            sequence = self.table.sequences[row]
+        table, size = self.table, self.limits.block_tokens
+        rows = table.decode_rows()
+        # What touches the pool, in the order of single steps: (step, block needed or unit complete, place).
+        events: list[tuple[int, int, int]] = []
+        for place, row in enumerate(rows):
+            sequence = table.sequences[row]
             assert sequence is not None
+            computed, known = int(table.num_computed[row]), int(table.num_tokens[row])
+            first = int(table.num_blocks[row]) * size + 1 - known
+            events += [(step, 0, place) for step in range(first, steps, size)]
+            unit = self.prefix.unit_tokens
+            events += [
+                (tokens - computed - 1, 1, place)
+                for tokens in range(sequence.keep_at, computed + steps + 1, unit)
+            ]
             sequence.num_known += steps
-        self.table.num_tokens[rows] += steps
-        self.table.num_computed[rows] += steps
+        for step, complete, place in sorted(events):
+            row = rows[place]
+            sequence = table.sequences[row]
+            assert sequence is not None
+            if complete:
+                self._keep(sequence, computed=int(table.num_computed[row]) + step + 1)
+            else:
+                table.add_blocks(row, self.pool.allocate(1))
+        table.num_tokens[rows] += steps
+        table.num_computed[rows] += steps
+        self.step += steps
         if steps:
-            self.table.last_token[rows] = 0
+            table.last_token[rows] = 0
 
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
@@ -250,10 +313,10 @@ class Scheduler:
         return count
 
     def check_invariants(self, *, leased: int = 0) -> None:
-        """Assert that every block is free, owned by a row, or one of the caller's `leased` blocks."""
+        """Assert that every hold of a block is a row's, or one of the caller's `leased` blocks'."""
         self.pool.check()
         owned = int(self.table.num_blocks.sum())
-        assert owned + leased == self.pool.num_used, (owned, leased, self.pool.num_used)
+        assert owned + leased == self.pool.num_holds, (owned, leased, self.pool.num_holds)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -306,48 +369,71 @@ class Scheduler:
         rows = self.table.prefill_rows()
         return int((self.table.num_tokens[rows] - self.table.num_computed[rows]).sum())
 
-    def _allocate_decode(self) -> NDArray[np.intp]:
-        """Give every decode row room for its next token, oldest first, preempting the youngest."""
+    def _allocate_decode(self) -> None:
+        """Give every decode row room for its next token, preempting the least urgent sequences."""
         table = self.table
         for row in table.decode_rows():
             if table.stamp[row] < 0:
-                continue  # preempted by an older row just now
+                continue  # preempted by a more urgent row just now
             while table.num_tokens[row] > table.num_blocks[row] * self.limits.block_tokens:
                 if self.pool.can_allocate(1):
                     table.add_blocks(row, self.pool.allocate(1))
                 elif self._preempt() == row:
                     break
-        return table.decode_rows()
 
     def _preempt(self) -> int:
-        """Send the youngest running sequence back to the head of the queue; returns its row."""
-        stamps = np.where(self.table.ready, self.table.stamp, -1)
-        row = int(np.argmax(stamps))
-        sequence = self.table.sequences[row]
-        assert sequence is not None, "no sequence to preempt: admission let one in that cannot fit"
+        """Send the least urgent running sequence back to the queue; returns its row."""
+        ready = [s for s in self.table.sequences if s is not None and self.table.ready[s.row]]
+        assert ready, "no sequence to preempt: admission let one in that cannot fit"
+        sequence = max(ready, key=order)
+        row = sequence.row
         sequence.high_water = max(sequence.high_water, int(self.table.num_computed[row]))
         self.pool.free(self.table.leave(row))
         sequence.state = State.WAITING
         sequence.transferred = False  # its KV is recomputed here
         sequence.preemptions += 1
         self._preemptions += 1
-        self.waiting.appendleft(sequence)
+        self.waiting.put_back(sequence)
         return row
 
     def _admit(self) -> bool:
         """Admit the head of the queue if a row and blocks for all its tokens are free."""
-        if not self.waiting or self.waiting[0].pending:
+        if not self.waiting or self.waiting.head.pending:
             return False
         row = self.table.free_row()
-        sequence = self.waiting[0]
-        need = self.blocks_for(sequence.num_known)
+        sequence = self.waiting.head
+        found = [] if sequence.transferred else self.prefix.find(sequence)
+        need = self.blocks_for(sequence.num_known) - len(found)
         # One spare block per running sequence, so that admission does not cause preemption at once.
-        if row < 0 or not self.pool.can_allocate(need + self.table.num_running):
+        room = need + self.pool.count_idle(found) + self.table.num_running
+        if row < 0 or not self.pool.can_allocate(room):
             return False
-        self.waiting.popleft()
-        sequence.state = State.PULLING if sequence.transferred else State.RUNNING
-        computed = sequence.num_known - 1 if sequence.transferred else 0
-        self.table.enter(sequence, row, self.pool.allocate(need), computed)
+        self.waiting.remove(sequence)
+        self.pool.share(found)
+        blocks = np.concatenate([np.array(found, np.int32), self.pool.allocate(need)])
+        self.prefix.admitted(sequence, len(found))
+        if not sequence.preemptions:
+            self._admitted.append(sequence)
         if sequence.transferred:
+            sequence.state = State.PULLING
+            computed = sequence.num_known - 1
             self._started_pulls.append(sequence)
+        else:
+            sequence.state = State.RUNNING
+            computed = len(found) * self.limits.block_tokens
+            self._count_cached(sequence, computed)
+        self.table.enter(sequence, row, blocks, computed)
         return True
+
+    def _count_cached(self, sequence: Sequence, computed: int) -> None:
+        """Prompt tokens found in the cache count once, unless they were computed here or elsewhere before."""
+        fresh = max(0, min(computed, sequence.prompt_len) - sequence.high_water)
+        sequence.cached_tokens += fresh
+        self._cached_tokens += fresh
+        sequence.high_water = max(sequence.high_water, computed)
+
+    def _keep(self, sequence: Sequence, computed: int | None = None) -> None:
+        """Let others find the sequence's complete blocks; `computed` tokens of it have KV."""
+        row = sequence.row
+        tokens = int(self.table.num_computed[row]) if computed is None else computed
+        self.prefix.keep(sequence, self.table.blocks[row], tokens)

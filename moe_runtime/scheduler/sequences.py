@@ -3,7 +3,7 @@
 Knows nothing of blocks' contents, devices or clocks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import numpy as np
@@ -32,7 +32,10 @@ class Sequence:
     transferred   it came from a prefill instance: its first `prompt` tokens have KV elsewhere
     pending       sampled tokens still on the device
     row           its row in the table, -1 when it is not running
-    high_water    tokens whose KV was computed at some time, here or on the prefill side
+    high_water    prompt tokens that are accounted for: computed here or on the prefill side, or found cached
+    cached_tokens prompt tokens found in the prefix cache
+    urgency, arrival   place in the queue, the smaller pair first
+    block_keys, prefix_hash, kept_blocks, keep_at   belong to PrefixCache
     constraint    what the output must look like
     """
 
@@ -47,6 +50,13 @@ class Sequence:
     row: int = -1
     preemptions: int = 0
     high_water: int = 0
+    cached_tokens: int = 0
+    urgency: int = 0
+    arrival: int = 0
+    block_keys: list[bytes] = field(default_factory=list)
+    prefix_hash: bytes = b""
+    kept_blocks: int = 0
+    keep_at: int = 0
     constraint: Constraint | None = None
 
     @property
@@ -115,6 +125,7 @@ class SequenceTable:
     """Running sequences as arrays; row r of every array belongs to `sequences[r]`.
 
     stamp         int64, order of admission; -1 is a free row
+    urgency       int64, and arrival int64: which rows go first, the smaller pair
     num_tokens    int32, tokens known or sampled in flight
     num_computed  int32, tokens whose KV is written or being written
     max_tokens    int32, num_tokens at which nothing more is to be computed
@@ -129,6 +140,8 @@ class SequenceTable:
     def __init__(self, rows: int, max_blocks: int) -> None:
         self.sequences: list[Sequence | None] = [None] * rows
         self.stamp = np.full(rows, -1, np.int64)
+        self.urgency = np.zeros(rows, np.int64)
+        self.arrival = np.zeros(rows, np.int64)
         self.num_tokens = np.zeros(rows, np.int32)
         self.num_computed = np.zeros(rows, np.int32)
         self.max_tokens = np.zeros(rows, np.int32)
@@ -165,6 +178,8 @@ class SequenceTable:
         sequence.row = row
         self.stamp[row] = self._stamps
         self._stamps += 1
+        self.urgency[row] = sequence.urgency
+        self.arrival[row] = sequence.arrival
         self.num_tokens[row] = sequence.num_tokens
         self.num_computed[row] = computed
         self.prompt_len[row] = sequence.prompt_len
@@ -203,18 +218,18 @@ class SequenceTable:
         self.num_blocks[row] = n + len(blocks)
 
     def decode_rows(self) -> NDArray[np.intp]:
-        """Rows whose next step is one token: only their newest token lacks KV. In admission order."""
+        """Rows whose next step is one token: only their newest token lacks KV. The most urgent first."""
         want = self.ready & (self.num_computed == self.num_tokens - 1) & (self.num_tokens < self.max_tokens)
         want &= self.num_tokens > self.prompt_len
         want &= ~(self.waits & (self.last_sample >= 0))
         return self._in_order(want)
 
     def prefill_rows(self) -> NDArray[np.intp]:
-        """Rows that still have prompt (or recomputed) tokens to compute, in admission order."""
+        """Rows that still have prompt (or recomputed) tokens to compute, the most urgent first."""
         behind = self.num_tokens - self.num_computed
         want = self.ready & ((behind > 1) | ((behind == 1) & (self.num_tokens <= self.prompt_len)))
         return self._in_order(want)
 
     def _in_order(self, want: NDArray[np.bool_]) -> NDArray[np.intp]:
         rows = np.flatnonzero(want)
-        return rows[np.argsort(self.stamp[rows])]
+        return rows[np.lexsort((self.arrival[rows], self.urgency[rows]))]

@@ -18,7 +18,7 @@ class ChunkReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Where the blocks lie: the rank that owns them, and the lease under which they may be read.
 
-    The owner stamps leased blocks with the lease; a reader compares before and after it reads, so
+    The owner stamps the last block with the lease; a reader compares before and after it reads, so
     a lease that ended meanwhile is noticed. `blocks[g]` are the blocks of group g, in token order.
     """
 

@@ -1,8 +1,9 @@
 """KV transfer between ranks of one host: the source's pool is a shared window, a pull is a copy.
 
-Layout of a pool window: int64 [blocks] lease stamps (lease id + 1; 0: not leased), then the
-layers' caches [layers, blocks, block_tokens, entry]. A pull copies on a thread of its own and
-checks the stamps before and after, so blocks of a lease that ended are never taken for good.
+Layout of a pool window: int64 [blocks] lease stamps (lease id + 1; 0: none), then the layers'
+caches [layers, blocks, block_tokens, entry]. Leases may share the blocks of a common prefix, but
+the last block of each is its own, and carries its stamp. A pull copies on a thread of its own and
+checks the stamp before and after, so blocks of a lease that ended are never taken for good.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,8 +49,8 @@ class HostPool:
         return cls(window, group, num_blocks)
 
     def stamp(self, blocks: NDArray[np.int32], lease: int | None) -> None:
-        """Mark blocks as leased, or with None as not to be read any more."""
-        self.stamps[blocks & INDEX_MASK] = 0 if lease is None else lease + 1
+        """Mark a lease's blocks, in token order, as readable, or with None as not any more."""
+        self.stamps[blocks[-1] & INDEX_MASK] = 0 if lease is None else lease + 1
 
 
 class HostPull:
@@ -105,7 +106,8 @@ class HostTransport:
         self._require_lease(pool, source, remote)
 
     def _require_lease(self, pool: HostPool, source: KVSource, remote: NDArray[np.int64]) -> None:
-        if remote.max(initial=0) >= pool.num_blocks or (pool.stamps[remote] != source.lease + 1).any():
+        known = len(remote) > 0 and remote.max() < pool.num_blocks
+        if not known or pool.stamps[remote[-1]] != source.lease + 1:
             raise LeaseExpired(f"lease {source.lease} of {source.instance} rank {source.rank} is over")
 
     def _connect(self, source: KVSource) -> HostPool:

@@ -84,6 +84,7 @@ class Runner:
         """One step; False when there was nothing to run and nothing in flight."""
         limits = self.scheduler.limits
         work = self.scheduler.propose()
+        self.device.poison(self.scheduler.pool.take_stale())
         if not (work.decode_tokens or work.prefill_tokens):
             had = bool(self.in_flight)
             self._commit(0)
@@ -116,5 +117,4 @@ class Runner:
                     self.handoffs[request] = event.blocks
         leased = sum(len(b) for b in self.handoffs.values())
         self.scheduler.check_invariants(leased=leased)
-        self.device.poison(self.scheduler.pool.take_freed())
         self.preemptions += self.scheduler.take_preemptions()

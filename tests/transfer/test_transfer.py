@@ -65,9 +65,21 @@ def test_a_lease_that_is_over_is_refused(pair, lease):
     pool, _, transport = pair
     blocks = np.array([3, 11], np.int32)
     pool.stamp(blocks, 5)
-    pool.stamp(blocks[:1], lease)
+    pool.stamp(blocks, lease)
     with pytest.raises(LeaseExpired, match="lease 5 of prefill/0 rank 0"):
         wait(transport.start_pull(source(5, blocks.tolist()), np.array([0, 1], np.int32)))
+
+
+def test_leases_that_share_a_prefix_end_apart(pair):
+    pool, _, transport = pair
+    first, second = np.array([3, 11], np.int32), np.array([3, 11, 7], np.int32)
+    pool.stamp(first, 5)
+    pool.stamp(second, 6)
+    assert wait(transport.start_pull(source(5, first.tolist()), np.array([0, 1], np.int32)))
+    pool.stamp(first, None)
+    with pytest.raises(LeaseExpired):
+        wait(transport.start_pull(source(5, first.tolist()), np.array([0, 1], np.int32)))
+    assert wait(transport.start_pull(source(6, second.tolist()), np.array([0, 1, 2], np.int32)))
 
 
 def test_bad_sources_are_errors_and_the_next_pull_works(pair):
