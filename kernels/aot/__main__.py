@@ -1,4 +1,4 @@
-"""`python -m moe_runtime.kernels.aot`: compile every kernel for every chip, print the table, fail on bad code.
+"""`python -m moe_runtime.kernels.aot`: compile every kernel for every chip and refuse code that is not good.
 
 Owns the command line. Needs no GPU. Exit status 1 if any case has a problem.
 """

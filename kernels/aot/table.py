@@ -32,7 +32,20 @@ class Row:
     seconds: float
 
 
-HEADER = "target operation label reg stack spill shared tmem warps/sm loop(instr matrix loads) matrix problems".split()
+HEADER = (
+    "target",
+    "operation",
+    "case",
+    "registers",
+    "stack",
+    "spills",
+    "shared",
+    "tensor memory",
+    "warps/programs",
+    "main loops: instructions, matrix, loads",
+    "matrix",
+    "problems",
+)
 
 
 def operations() -> tuple[str, ...]:

@@ -27,27 +27,29 @@ def route(
     normalize: bool,
     epsilon: float,
     scale: float,
+    chosen_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As the reference, bit for bit."""
-    logits_TE = logits_TE.float()
-    scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
+    scores_TE = reference.score(logits_TE, scoring)
+    groups = (num_groups, kept_groups, reference.best_of_group(scoring), masked_group_score)
+    if chosen_TK is None and len(scores_TE) > FEW_TOKENS:
+        chosen_TK = _choose_many(scores_TE if bias_E is None else scores_TE + bias_E, top_k, *groups)
+    if chosen_TK is not None:
+        weights_TK = reference.weigh(scores_TE.gather(1, chosen_TK), scoring, normalize, epsilon, scale)
+        return chosen_TK, weights_TK
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    groups = (num_groups, kept_groups, 2 if scoring == "sigmoid" else 1, masked_group_score)
-    if len(choice_TE) <= FEW_TOKENS:
-        ids_TK = _choose_few(choice_TE.numpy(), top_k, *groups)
-        kept_TK = scores_TE.numpy()[np.arange(len(ids_TK))[:, None], ids_TK]
-        if normalize:  # numpy's sum adds eight or more numbers in another order
-            total_T = kept_TK[:, 0].copy()
-            for k in range(1, top_k):
-                total_T += kept_TK[:, k]
-            kept_TK /= (total_T + np.float32(epsilon))[:, None]
-        kept_TK *= np.float32(scale)
-        return torch.from_numpy(ids_TK), torch.from_numpy(kept_TK)
-    expert_ids_TK = _choose_many(choice_TE, top_k, *groups)
-    weights_TK = scores_TE.gather(1, expert_ids_TK)
-    if normalize:
-        weights_TK /= reference.sum_in_order(weights_TK).add_(epsilon)
-    return expert_ids_TK, weights_TK.mul_(scale)
+    ids_TK = _choose_few(choice_TE.numpy(), top_k, *groups)
+    kept_TK = scores_TE.numpy()[np.arange(len(ids_TK))[:, None], ids_TK]
+    if scoring == "softmax_selected":
+        kept = torch.from_numpy(kept_TK)
+        return torch.from_numpy(ids_TK), reference.weigh(kept, scoring, normalize, epsilon, scale)
+    if normalize:  # numpy's sum adds eight or more numbers in another order
+        total_T = kept_TK[:, 0].copy()
+        for k in range(1, top_k):
+            total_T += kept_TK[:, k]
+        kept_TK /= (total_T + np.float32(epsilon))[:, None]
+    kept_TK *= np.float32(scale)
+    return torch.from_numpy(ids_TK), torch.from_numpy(kept_TK)
 
 
 def _choose_few(

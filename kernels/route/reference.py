@@ -1,15 +1,17 @@
 """route: from router logits to experts and weights.
 
-T tokens, E experts, K top-k, G groups. Sources: DeepSeek-V3's gate (sigmoid, bias, groups), and
-transformers' modeling_deepseek_v3 and modeling_qwen3_moe.
+T tokens, E experts, K top-k, G groups. Sources: DeepSeek-V3's gate (sigmoid, bias, groups), DeepSeek-V4's
+(sqrt_softplus, layers that look experts up by token), and transformers' modeling_deepseek_v3,
+modeling_qwen3_moe and modeling_gpt_oss (softmax over the selected).
 """
 
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sqrt_softplus", "softmax_selected"]
 
 
 def route(
@@ -24,25 +26,51 @@ def route(
     normalize: bool,
     epsilon: float,
     scale: float,
+    chosen_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """expert_ids int64 [T, K], best first, and weights fp32 [T, K].
 
     The choice is made by score + bias, with experts outside the `kept_groups` best groups set to
     `masked_group_score`; weights are the scores without bias, divided by their sum (in the order
     k = 0 .. K-1) + epsilon if `normalize`, times `scale`. Among equal scores the lower expert (or
-    group) id wins.
+    group) id wins. With `softmax_selected` the logits choose, and the softmax of the chosen ones
+    are the weights. `chosen` int64 [T, K]: the experts are given (layers that look them up by token).
     """
+    scores_TE = score(logits_TE, scoring)
+    expert_ids_TK = chosen_TK
+    if expert_ids_TK is None:
+        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        if num_groups > 1:
+            group_best = best_of_group(scoring)
+            choice_TE = mask_groups(choice_TE, num_groups, kept_groups, group_best, masked_group_score)
+        expert_ids_TK = best(choice_TE, top_k)
+    return expert_ids_TK, weigh(scores_TE.gather(1, expert_ids_TK), scoring, normalize, epsilon, scale)
+
+
+def score(logits_TE: Tensor, scoring: Scoring) -> Tensor:
+    """fp32 [T, E]: what experts are chosen by, before the bias."""
     logits_TE = logits_TE.float()
-    scores_TE = logits_TE.sigmoid() if scoring == "sigmoid" else logits_TE.softmax(-1)
-    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
-    if num_groups > 1:
-        group_best = 2 if scoring == "sigmoid" else 1
-        choice_TE = mask_groups(choice_TE, num_groups, kept_groups, group_best, masked_group_score)
-    expert_ids_TK = best(choice_TE, top_k)
-    weights_TK = scores_TE.gather(1, expert_ids_TK)
+    if scoring == "sigmoid":
+        return logits_TE.sigmoid()
+    if scoring == "softmax":
+        return logits_TE.softmax(-1)
+    return functional.softplus(logits_TE).sqrt() if scoring == "sqrt_softplus" else logits_TE
+
+
+def best_of_group(scoring: Scoring) -> int:
+    """How many of a group's best choices make its score: two where a bias corrects them, else one."""
+    return 2 if scoring in ("sigmoid", "sqrt_softplus") else 1
+
+
+def weigh(scores_TK: Tensor, scoring: Scoring, normalize: bool, epsilon: float, scale: float) -> Tensor:
+    """Weights fp32 [T, K] from the scores of the chosen experts; sums in the order of k."""
+    weights_TK = scores_TK
+    if scoring == "softmax_selected":
+        weights_TK = (scores_TK - scores_TK.amax(-1, keepdim=True)).exp()
+        weights_TK = weights_TK / sum_in_order(weights_TK)
     if normalize:
         weights_TK = weights_TK / (sum_in_order(weights_TK) + epsilon)
-    return expert_ids_TK, weights_TK * scale
+    return weights_TK * scale
 
 
 def sum_in_order(weights_TK: Tensor) -> Tensor:

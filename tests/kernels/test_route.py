@@ -15,11 +15,16 @@ from moe_runtime.kernels.route.reference import route as reference
 
 def plain(logits, bias, *, top_k, scoring, num_groups, kept_groups, masked, normalize, epsilon, scale):
     """One token, as the papers say it, in double precision on given fp32 scores."""
-    scores = torch.sigmoid(logits) if scoring == "sigmoid" else torch.softmax(logits, -1)
+    scores = {
+        "sigmoid": lambda: torch.sigmoid(logits),
+        "softmax": lambda: torch.softmax(logits, -1),
+        "sqrt_softplus": lambda: torch.nn.functional.softplus(logits).sqrt(),
+        "softmax_selected": lambda: logits,
+    }[scoring]()
     choice = (scores + bias if bias is not None else scores).tolist()
     size = len(choice) // num_groups
     if num_groups > 1:
-        best = 2 if scoring == "sigmoid" else 1
+        best = 2 if scoring in ("sigmoid", "sqrt_softplus") else 1
         groups = [choice[g * size : (g + 1) * size] for g in range(num_groups)]
         # fp32 addition, as in the kernel: otherwise near ties could differ.
         value = [float(torch.tensor(sorted(g)[-best:][::-1]).sum()) for g in groups]
@@ -27,13 +32,16 @@ def plain(logits, bias, *, top_k, scoring, num_groups, kept_groups, masked, norm
         choice = [c if e // size in kept else masked for e, c in enumerate(choice)]
     ids = sorted(range(len(choice)), key=lambda e: (-choice[e], e))[:top_k]
     weights = [float(scores[e]) for e in ids]
+    if scoring == "softmax_selected":
+        weights = [math.exp(w - max(weights)) for w in weights]
+        weights = [w / sum(weights) for w in weights]
     total = sum(weights) + epsilon if normalize else 1.0
     return ids, [w / total * scale for w in weights]
 
 
 CASES = st.fixed_dictionaries(
     {
-        "scoring": st.sampled_from(["softmax", "sigmoid"]),
+        "scoring": st.sampled_from(["softmax", "sigmoid", "sqrt_softplus", "softmax_selected"]),
         "groups": st.sampled_from([(1, 1), (4, 2), (4, 4), (8, 1)]),
         "masked": st.sampled_from([0.0, -math.inf]),
         "normalize": st.booleans(),
@@ -105,6 +113,29 @@ def test_weights_ignore_the_bias_and_masked_scores_differ():
     assert torch.equal(weights, torch.sigmoid(torch.tensor([[1.0, 0.0]])))
     ids, _ = reference(logits, bias, masked_group_score=0.0, **how)
     assert ids.tolist() == [[2, 0]]
+
+
+@pytest.mark.parametrize("device", ["any", "cpu"])
+def test_given_experts_keep_their_order_and_get_their_weights(device):
+    """Layers that look experts up by token still weigh them by their scores."""
+    logits = torch.tensor([[1.0, -2.0, 0.5, 3.0]] * 2)
+    chosen = torch.tensor([[2, 0], [1, 3]])
+    how: dict[str, Any] = {
+        "top_k": 2,
+        "scoring": "sqrt_softplus",
+        "num_groups": 1,
+        "kept_groups": 1,
+        "masked_group_score": 0.0,
+        "normalize": True,
+        "epsilon": 0.0,
+        "scale": 1.5,
+    }
+    ids, weights = select("route", device)(logits, None, chosen_TK=chosen, **how)
+    assert torch.equal(ids, chosen)
+    scores = torch.log1p(logits.double().exp()).sqrt().gather(1, chosen)
+    torch.testing.assert_close(
+        weights.double(), 1.5 * scores / scores.sum(1, keepdim=True), rtol=1e-6, atol=0
+    )
 
 
 def test_a_token_is_routed_alike_in_any_company():
