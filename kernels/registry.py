@@ -3,7 +3,8 @@
 Owns the table and nothing else. A column is a device type, an entry a module whose function has
 the operation's name; modules are imported when first selected, so a column may need packages
 that other machines lack (a Triton column for `cuda` joins here). An operation without an entry
-for a device runs its reference there, which is plain torch and correct on any device.
+for a device runs its reference there, which is plain torch and correct on any device. The column
+`cpu_invariant` is for batch-invariant decoders; what has no entry there treats rows apart anyway.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,21 +27,49 @@ class Kernels(Protocol):
 TABLE: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "choose_slots": {"any": "choose_slots.reference", "cpu": "choose_slots.cpu"},
-        "experts": {"any": "experts.reference", "cpu": "experts.cpu"},
-        "gated_mlp": {"any": "gated_mlp.reference", "cpu": "gated_mlp.cpu"},
-        "gqa_decode": {"any": "gqa_decode.reference", "cpu": "gqa_decode.cpu"},
-        "gqa_prefill": {"any": "gqa_prefill.reference", "cpu": "gqa_prefill.cpu"},
+        "experts": {
+            "any": "experts.reference",
+            "cpu": "experts.cpu",
+            "cpu_invariant": "experts.cpu_invariant",
+        },
+        "gated_mlp": {
+            "any": "gated_mlp.reference",
+            "cpu": "gated_mlp.cpu",
+            "cpu_invariant": "gated_mlp.cpu_invariant",
+        },
+        "gqa_decode": {
+            "any": "gqa_decode.reference",
+            "cpu": "gqa_decode.cpu",
+            "cpu_invariant": "gqa_decode.cpu_invariant",
+        },
+        "gqa_prefill": {
+            "any": "gqa_prefill.reference",
+            "cpu": "gqa_prefill.cpu",
+            "cpu_invariant": "gqa_prefill.cpu_invariant",
+        },
         "kv_write": {"any": "kv_write.reference"},
-        "linear": {"any": "linear.reference", "cpu": "linear.cpu"},
-        "mla_decode": {"any": "mla_decode.reference", "cpu": "mla_decode.cpu"},
-        "mla_prefill": {"any": "mla_prefill.reference", "cpu": "mla_prefill.cpu"},
+        "linear": {"any": "linear.reference", "cpu": "linear.cpu", "cpu_invariant": "linear.cpu_invariant"},
+        "mla_decode": {
+            "any": "mla_decode.reference",
+            "cpu": "mla_decode.cpu",
+            "cpu_invariant": "mla_decode.cpu_invariant",
+        },
+        "mla_prefill": {
+            "any": "mla_prefill.reference",
+            "cpu": "mla_prefill.cpu",
+            "cpu_invariant": "mla_prefill.cpu_invariant",
+        },
         "pack": {"any": "pack.reference", "cpu": "pack.cpu"},
         "permute": {"any": "permute.reference", "cpu": "permute.cpu"},
-        "plan_decode": {"any": "paged.reference", "cpu": "paged.cpu"},
-        "plan_prefill": {"any": "paged.reference", "cpu": "paged.cpu"},
+        "plan_decode": {"any": "paged.reference", "cpu": "paged.cpu", "cpu_invariant": "paged.cpu_invariant"},
+        "plan_prefill": {
+            "any": "paged.reference",
+            "cpu": "paged.cpu",
+            "cpu_invariant": "paged.cpu_invariant",
+        },
         "rms_norm": {"any": "rms_norm.reference", "cpu": "rms_norm.cpu"},
         "rope": {"any": "rope.reference", "cpu": "rope.cpu"},
-        "route": {"any": "route.reference", "cpu": "route.cpu"},
+        "route": {"any": "route.reference", "cpu": "route.cpu", "cpu_invariant": "route.cpu_invariant"},
         "silu_mul": {"any": "silu_mul.reference", "cpu": "silu_mul.cpu"},
         "unpermute": {"any": "permute.reference", "cpu": "permute.cpu"},
     }

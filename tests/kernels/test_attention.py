@@ -56,7 +56,7 @@ def gqa_dense(q, entries, kv_heads, head_dim, context):
 LENGTHS = [[1], [7, 7, 8], [1, 30, 4, 29, 17, 3], [5] * 9]
 
 
-@pytest.fixture(params=["cpu", "any"])
+@pytest.fixture(params=["cpu", "cpu_invariant", "any"])
 def device(request, monkeypatch):
     # Small limits, so that a few sequences already make several groups.
     monkeypatch.setattr(paged_cpu, "GROUP_ENTRIES", 40)
