@@ -31,7 +31,7 @@ from moe_runtime.launch.environment import RankEnvironment
 from moe_runtime.launch.parent import watch_parent
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.rendezvous import Rendezvous
-from moe_runtime.launch.sockets import make_session
+from moe_runtime.launch.sockets import inbox_address, make_session
 
 SECONDARY_DELAY = 2.0
 FRONTEND_EXIT_SECONDS = 60.0
@@ -87,7 +87,7 @@ class _RankProcess:
         engine = worker.assemble(flight, loaded, cards, poison=poison, trace=self.trace)
         engine.warm_up()
         if self.env.rank == 0:
-            self.frontend = self._start_frontend(cards, session, argv)
+            self.frontend = self._start_frontend(flight, session, argv)
         engine.run()
         engine.close()
         if dist.is_initialized():
@@ -161,13 +161,23 @@ class _RankProcess:
             )
 
     def _start_frontend(
-        self, cards: list[worker.RankCard], session: Path, argv: Sequence[str]
+        self, flight: Preflight, session: Path, argv: Sequence[str]
     ) -> "subprocess.Popen[bytes]":
         ranks = [
-            RankAddress(instance=c.instance, deployment=c.deployment, rank=c.rank, address=c.inbox)
-            for c in cards
+            RankAddress(
+                instance=i.name,
+                deployment=d.name,
+                rank=rank,
+                address=inbox_address(session, i.name, rank),
+                kv_tokens=d.kv_cache.blocks * d.kv_cache.block_tokens,
+            )
+            for i in flight.effective.instances
+            for d in [flight.effective.deployment(i.deployment)]
+            for rank in range(len(i.ranks))
         ]
-        bootstrap = Bootstrap(frontend=0, address=ipc_address(session, "frontend.0"), ranks=ranks)
+        bootstrap = Bootstrap(
+            frontend=0, frontends=1, address=ipc_address(session, "frontend.0"), ranks=ranks
+        )
         env = dict(os.environ)
         env[environment.PARENT] = str(os.getpid())
         env[environment.FRONTEND] = msgspec.json.encode(bootstrap).decode()

@@ -4,6 +4,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from moe_runtime.engine.sockets import ipc_address
+
 LONGEST_TMPDIR = 50
 
 
@@ -12,3 +14,8 @@ def make_session() -> Path:
     # Socket paths are short by the kernel's rule; a long TMPDIR has no room for one.
     long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR
     return Path(tempfile.mkdtemp(prefix="moe-runtime-", dir="/tmp" if long else None))
+
+
+def inbox_address(session: Path, instance: str, rank: int) -> str:
+    """Where a rank of an instance listens."""
+    return ipc_address(session, f"{instance}.{rank}")

@@ -20,12 +20,13 @@ from moe_runtime.engine.desk import Identity, RequestDesk
 from moe_runtime.engine.exchange import Exchange, LocalExchange, SharedExchange
 from moe_runtime.engine.messages import ToRank
 from moe_runtime.engine.rank import RankEngine
-from moe_runtime.engine.sockets import Inbox, Outbox, ipc_address
+from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.engine.structures import Structures
 from moe_runtime.expert_parallel.shm import ShmBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.launch.buffers import RankBuffer, make_buffer
 from moe_runtime.launch.preflight import Preflight
+from moe_runtime.launch.sockets import inbox_address
 from moe_runtime.models.decoder import Decoder, build_decoder
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.plan.effective import EffectiveDeployment, InstancePlan
@@ -156,7 +157,7 @@ def card(loaded: Loaded, session: Path) -> RankCard:
         instance=place.instance.name,
         deployment=place.deployment.name,
         rank=place.rank,
-        inbox=ipc_address(session, f"{place.instance.name}.{place.rank}"),
+        inbox=inbox_address(session, place.instance.name, place.rank),
         placement=loaded.placement.digest,
         agree_window=loaded.window.address if loaded.window else None,
         dispatch_window=loaded.dispatch_window.address if loaded.dispatch_window else None,

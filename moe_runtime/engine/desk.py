@@ -18,13 +18,13 @@ from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
     Collect,
+    Goodbye,
     Hello,
     Prefilled,
     Ready,
     Refused,
     Release,
     Renew,
-    Shutdown,
     Stats,
     StepTokens,
     Submit,
@@ -92,6 +92,7 @@ class RequestDesk:
     wake_step: int = -1
     changed: bool = False
     _frontends: dict[int, str] = field(default_factory=dict)
+    _left: set[int] = field(default_factory=set)
     _sources: dict[int, KVSource] = field(default_factory=dict)
     _pulls: list[_Pulling] = field(default_factory=list)
     _compiling: list[_Compiling] = field(default_factory=list)
@@ -200,8 +201,10 @@ class RequestDesk:
                 self._tell(frontend, Ready(instance=me.instance, rank=me.rank))
             case Collect():
                 self._send_stats()
-            case Shutdown():
-                self.stopping = True
+            case Goodbye(frontend=frontend, frontends=frontends):
+                self._frontends.pop(frontend, None)
+                self._left.add(frontend)
+                self.stopping = len(self._left) >= frontends
 
     def _admit(self, message: Submit | SubmitTransferred, constraint: Constraint | None) -> None:
         """Queue a request at the scheduler, or refuse it."""
@@ -301,6 +304,8 @@ class RequestDesk:
             self._tell(frontend, stats)
 
     def _tell(self, frontend: int, message: "Ready | StepTokens | Prefilled | Refused | Stats") -> None:
+        if frontend in self._left:
+            return
         address = self._frontends.get(frontend)
         assert address is not None, f"frontend {frontend} never said hello"
         self.outbox.send(address, message)

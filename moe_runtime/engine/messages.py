@@ -70,8 +70,11 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Frontend -> rank: send the steps recorded so far."""
 
 
-class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Frontend -> rank: finish what is there, then stop."""
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Frontend -> rank: I am leaving. When all `frontends` have left, finish what is there, then stop."""
+
+    frontend: int
+    frontends: int
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -213,5 +216,5 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     totals: RankTotals
 
 
-ToRank = Hello | Watch | Submit | SubmitTransferred | Abort | Release | Renew | Wake | Collect | Shutdown
+ToRank = Hello | Watch | Submit | SubmitTransferred | Abort | Release | Renew | Wake | Collect | Goodbye
 ToFrontend = Ready | StepTokens | Prefilled | Refused | Stats | Status

@@ -5,7 +5,7 @@ decode, and keeps what came back. Knows no HTTP, no traces, no torch.
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
 
 import msgspec
 import zmq
@@ -15,19 +15,24 @@ from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
     Collect,
+    Goodbye,
     Hello,
+    Logprobs,
     Prefilled,
     Ready,
     Refused,
-    Shutdown,
     Stats,
+    Status,
     StepTokens,
     Submit,
     SubmitTransferred,
     ToFrontend,
     Token,
+    Watch,
 )
 from moe_runtime.engine.sockets import Outbox
+from moe_runtime.errors import RequestRefused
+from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.router import Router, Target
 from moe_runtime.report.records import RankSteps, unpack
 from moe_runtime.report.timeline import RankTimeline
@@ -35,37 +40,22 @@ from moe_runtime.spec.requests import FinishReason, Request, SamplingParams
 
 
 class RankAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank listens, and what it is."""
+    """Where a rank listens, what it is, and how many tokens its KV cache holds."""
 
     instance: str
     deployment: str
     rank: int
     address: str
+    kv_tokens: int
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frontend is told when it starts."""
+    """What a frontend is told when it starts. `frontends`: how many there are, this one among them."""
 
     frontend: int
+    frontends: int
     address: str
     ranks: list[RankAddress]
-
-
-@dataclass(slots=True, eq=False)
-class Live:
-    """A request on its way: times are seconds of time.monotonic()."""
-
-    request: Request
-    sent: float
-    token_ids: list[int] = field(default_factory=list)
-    token_times: list[float] = field(default_factory=list)
-    logits: bytes | None = None
-    finish_reason: str | None = None
-    error: str | None = None
-    prefill_instance: str | None = None
-    decode_instance: str | None = None
-    done: asyncio.Event = field(default_factory=asyncio.Event)
-    route: tuple[str, int, int] | None = None
 
 
 class Fleet:
@@ -80,7 +70,7 @@ class Fleet:
         self._addresses = {(r.instance, r.rank): r.address for r in bootstrap.ranks}
         self._decoder = msgspec.msgpack.Decoder(ToFrontend)
         self._routers = {
-            role: Router([Target(r.instance, r.rank) for r in bootstrap.ranks if r.deployment == role])
+            role: _router([r for r in bootstrap.ranks if r.deployment == role])
             for role in dict.fromkeys(r.deployment for r in bootstrap.ranks)
         }
         self._entry = "unified" if "unified" in self._routers else "prefill"
@@ -91,44 +81,86 @@ class Fleet:
         self._changed = asyncio.Event()
         self._reader: asyncio.Task[None] | None = None
         self._next = bootstrap.frontend << FRONTEND_SHIFT
+        self._on_status: Callable[[Status, float], None] | None = None
 
     async def start(self, on_wait: Callable[[list[str]], None] | None = None) -> None:
         """Say hello to every rank and wait until all are ready; `on_wait` hears who is missing."""
         self._inbox.bind(self._bootstrap.address)
         self._reader = asyncio.create_task(self._read())
-        for address in self._addresses.values():
-            self._outbox.send(
-                address, Hello(frontend=self._bootstrap.frontend, address=self._bootstrap.address)
-            )
-        while missing := [f"{i} rank {r}" for i, r in self._addresses if (i, r) not in self._ready]:
+        hello = Hello(frontend=self._bootstrap.frontend, address=self._bootstrap.address)
+        self._tell_all(hello)
+        while missing := self.missing:
             if not await self._wait_changed(5.0) and on_wait is not None:
                 on_wait(missing)
 
-    def submit(self, prompt: list[int], sampling: SamplingParams) -> Live:
-        """Send a request to the least loaded rank; await `live.done` for its end."""
-        request = Request(id=self._next, prompt=prompt, sampling=sampling)
+    @property
+    def missing(self) -> list[str]:
+        """Names of the ranks that have not said that they are ready."""
+        return [f"{i} rank {r}" for i, r in self._addresses if (i, r) not in self._ready]
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    def watch(self, seconds: float, on_status: Callable[[Status, float], None]) -> None:
+        """Have every rank report how it is doing every so often; `on_status` hears it and the time."""
+        self._on_status = on_status
+        self._tell_all(Watch(frontend=self._bootstrap.frontend, seconds=seconds))
+
+    def new_id(self) -> int:
+        """An id that no other request of the launch has."""
         self._next += 1
+        return self._next
+
+    def submit(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        request_id: int | None = None,
+        priority: int = 0,
+        rank: int | None = None,
+        notify: Callable[[], None] | None = None,
+    ) -> Live:
+        """Send a request to a rank; await `live.done` for its end, or be notified of every token.
+
+        `priority`: lower is served first. `rank`: the index of the rank among those that take new
+        requests, instead of the router's choice. Raises RequestRefused if no rank can be chosen.
+        """
+        request = Request(
+            id=self.new_id() if request_id is None else request_id,
+            prompt=prompt,
+            sampling=sampling,
+            priority=priority,
+        )
         live = Live(request, sent=time.monotonic())
+        if notify is not None:
+            live.notify = notify
+        target = self._assign(live, self._entry, rank)
         self._live[request.id] = live
-        target = self._assign(live, self._entry, self._load(live))
         self._outbox.send(self._address(target), Submit(request=request, handoff=self._entry == "prefill"))
         live.prefill_instance = target.instance
         return live
 
-    def abort(self, live: Live) -> None:
-        """Stop a request wherever it is; its `done` is set at once."""
+    def abort(self, live: Live, reason: str = FinishReason.ABORT, error: str | None = None) -> None:
+        """Stop a request wherever it is; its end is known at once. Harmless when it has ended."""
         if live.request.id in self._live:
             if live.route is not None:
                 role, index, _ = live.route
                 address = self._address(self._routers[role].targets[index])
                 self._outbox.send(address, Abort(request=live.request.id))
-            self._finish(live, FinishReason.ABORT)
+            self._finish(live, reason, error)
+
+    async def drained(self) -> None:
+        """Wait until no request is left."""
+        while self._live:
+            await self._wait_changed(5.0)
 
     async def collect(self) -> list[RankSteps]:
         """The steps recorded by every rank since the last call; traces are added to `timelines`."""
         self._steps.clear()
-        for address in self._addresses.values():
-            self._outbox.send(address, Collect())
+        self._tell_all(Collect())
         while len(self._steps) < len(self._addresses):
             await self._wait_changed(5.0)
         return [self._steps[key] for key in self._addresses]
@@ -139,9 +171,8 @@ class Fleet:
             self._reader.result()
 
     async def shutdown(self) -> None:
-        """Tell every rank to finish and stop; close the sockets."""
-        for address in self._addresses.values():
-            self._outbox.send(address, Shutdown())
+        """Leave; close the sockets. The ranks finish and stop when the last frontend has left."""
+        self._tell_all(Goodbye(frontend=self._bootstrap.frontend, frontends=self._bootstrap.frontends))
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
@@ -150,6 +181,10 @@ class Fleet:
         self._context.term()
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _tell_all(self, message: msgspec.Struct) -> None:
+        for address in self._addresses.values():
+            self._outbox.send(address, message)
 
     async def _read(self) -> None:
         try:
@@ -176,57 +211,88 @@ class Fleet:
             case StepTokens(instance=instance, tokens=tokens):
                 for token in tokens:
                     self._token(token, instance, now)
-            case Prefilled(handoff=handoff, logits=logits):
-                live = self._live.get(handoff.request)
-                if live is None:  # aborted meanwhile: let its KV go
-                    source = handoff.source
-                    address = self._addresses[source.instance, source.rank]
-                    self._outbox.send(address, Abort(request=handoff.request))
-                    return
-                self._append(live, handoff.first_token, now, logits)
-                target = self._assign(live, "decode", self._load(live))
-                live.decode_instance = target.instance
-                self._outbox.send(
-                    self._address(target), SubmitTransferred(request=live.request, handoff=handoff)
-                )
+            case Prefilled(handoff=handoff):
+                self._prefilled(message, self._live.get(handoff.request), now)
             case Refused(request=request, reason=reason):
                 if (live := self._live.get(request)) is not None:
+                    live.refused = True
                     self._finish(live, FinishReason.ERROR, reason)
+            case Status():
+                self._status(message, now)
             case Ready(instance=instance, rank=rank):
                 self._ready.add((instance, rank))
             case Stats(instance=instance, rank=rank, batch=batch, timeline=timeline):
                 self._steps[instance, rank] = unpack(batch)
                 self.timelines.append(timeline)
 
+    def _prefilled(self, message: Prefilled, live: Live | None, now: float) -> None:
+        """The first token is here: go on where the sequence is decoded."""
+        handoff = message.handoff
+        if live is None:  # aborted meanwhile
+            self._release(message)
+            return
+        self._append(live, handoff.first_token, now, message.logits, message.logprobs)
+        try:
+            target = self._assign(live, "decode")
+        except RequestRefused as refusal:
+            self._release(message)
+            self._finish(live, FinishReason.ERROR, str(refusal))
+            return
+        live.decode_instance = target.instance
+        self._outbox.send(self._address(target), SubmitTransferred(request=live.request, handoff=handoff))
+        live.notify()
+
+    def _release(self, message: Prefilled) -> None:
+        """Nobody decodes this: let its KV go."""
+        source = message.handoff.source
+        address = self._addresses[source.instance, source.rank]
+        self._outbox.send(address, Abort(request=message.handoff.request))
+
     def _token(self, token: Token, instance: str, now: float) -> None:
         live = self._live.get(token.request)
         if live is None:
             return
-        self._append(live, token.token, now, token.logits)
+        self._append(live, token.token, now, token.logits, token.logprobs)
         live.decode_instance = instance
         if token.finish_reason is not None:
             self._finish(live, token.finish_reason)
+        else:
+            live.notify()
 
-    def _append(self, live: Live, token: int, now: float, logits: bytes | None) -> None:
+    def _append(
+        self, live: Live, token: int, now: float, logits: bytes | None, logprobs: Logprobs | None
+    ) -> None:
         live.token_ids.append(token)
         live.token_times.append(now)
         if logits is not None:
             live.logits = logits
+        if logprobs is not None:
+            live.logprobs.append(logprobs)
+
+    def _status(self, status: Status, now: float) -> None:
+        router = self._routers[status.deployment]
+        with suppress(ValueError):
+            index = router.targets.index(Target(status.instance, status.rank))
+            router.observe(index, others_tokens=status.others_tokens)
+        if self._on_status is not None:
+            self._on_status(status, now)
 
     def _finish(self, live: Live, reason: str, error: str | None = None) -> None:
         self._unassign(live)
         del self._live[live.request.id]
         live.finish_reason, live.error = reason, error
         live.done.set()
+        live.notify()
 
-    def _load(self, live: Live) -> int:
-        return len(live.request.prompt) + live.request.sampling.max_tokens
-
-    def _assign(self, live: Live, role: str, tokens: int) -> Target:
+    def _assign(self, live: Live, role: str, rank: int | None = None) -> Target:
+        """Choose a target of a role; what was counted for the request elsewhere is counted here."""
         self._unassign(live)
-        index = self._routers[role].assign(tokens)
+        request = live.request
+        tokens = len(request.prompt) + request.sampling.max_tokens
+        router = self._routers[role]
+        index = router.assign(tokens, prompt=request.prompt, rank=rank)
         live.route = (role, index, tokens)
-        return self._routers[role].targets[index]
+        return router.targets[index]
 
     def _unassign(self, live: Live) -> None:
         if live.route is not None:
@@ -236,3 +302,8 @@ class Fleet:
 
     def _address(self, target: Target) -> str:
         return self._addresses[target.instance, target.rank]
+
+
+def _router(ranks: list[RankAddress]) -> Router:
+    """The router of one role; the smallest cache of its ranks is what all are taken to have."""
+    return Router([Target(r.instance, r.rank) for r in ranks], kv_tokens=min(r.kv_tokens for r in ranks))

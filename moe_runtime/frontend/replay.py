@@ -5,7 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from moe_runtime.frontend.fleet import Fleet, Live
+from moe_runtime.frontend.fleet import Fleet
+from moe_runtime.frontend.live import Live
 from moe_runtime.report.records import RequestRecord
 from moe_runtime.spec.requests import FinishReason, SamplingParams
 

@@ -12,13 +12,13 @@ from moe_runtime.engine.desk import Identity, RequestDesk
 from moe_runtime.engine.messages import (
     Abort,
     Collect,
+    Goodbye,
     Hello,
     Prefilled,
     Ready,
     Refused,
     Release,
     Renew,
-    Shutdown,
     Stats,
     StepTokens,
     Submit,
@@ -246,7 +246,7 @@ def test_an_abort_on_the_decode_side_in_every_state(state, outcome):
     if state == "pulling":
         assert not rank.at_baseline(), "blocks stay while something may still be written to them"
         assert rank.desk.patience() < 0.01
-        rank.give(Shutdown())
+        rank.give(Goodbye(frontend=0, frontends=1))
         assert not rank.desk.idle_stop, "a pull under way is not idle"
         rank.transport.pulls[0].outcome = outcome
         rank.give()
@@ -310,7 +310,7 @@ def test_collected_steps_and_shutdown():
     (stats,) = rank.outbox.take(Stats)
     assert stats.batch.num_steps == 0
     assert stats.timeline.spans == []
-    rank.give(Submit(request=request(1), handoff=False), Shutdown())
+    rank.give(Submit(request=request(1), handoff=False), Goodbye(frontend=0, frontends=1))
     assert not rank.desk.idle_stop
     for _ in range(8):
         rank.step()
@@ -347,8 +347,21 @@ def test_a_structured_request_may_be_aborted_or_refused_while_it_is_compiled():
     assert len(rank.outbox.take(Release)) == 1
     rank.structures.started[0].set_result(OnlyThrees())
     rank.structures.started[1].set_exception(RequestRefused("no such schema"))
-    rank.give(Shutdown())
+    rank.give()
     assert [r.reason for r in rank.outbox.take(Refused)] == ["decode: no such schema"]
     assert len(rank.outbox.take(Release)) == 1
+    rank.give(Goodbye(frontend=0, frontends=1))
     assert rank.at_baseline()
+    assert rank.desk.idle_stop
+
+
+def test_the_last_frontend_to_leave_stops_the_rank():
+    rank = Rank("unified")
+    rank.give(Hello(frontend=1, address="frontend"))
+    rank.outbox.take(Ready)
+    rank.give(Goodbye(frontend=0, frontends=2))
+    assert not rank.desk.idle_stop
+    rank.give(Collect())  # only who is still there hears of it
+    assert len(rank.outbox.take(Stats)) == 1
+    rank.give(Goodbye(frontend=1, frontends=2))
     assert rank.desk.idle_stop
