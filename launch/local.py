@@ -1,7 +1,8 @@
 """The built-in launcher: starts the ranks of this host, watches them, and reaps every one.
 
-The first rank that fails ends all of them. Ranks lead sessions of their own, so that what they
-started dies with them; they watch this process, so that they die with it too.
+The first rank that fails ends all of them, once the others had a moment to say what they saw. Ranks
+lead sessions of their own, so that what they started dies with them; they watch this process, so
+that they die with it too.
 """
 
 import os
@@ -21,6 +22,7 @@ from moe_runtime.launch.sockets import make_session
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
+WITNESS_SECONDS = 1.5  # after a rank's failure, for the others to say whom they waited for
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -75,13 +77,21 @@ def _supervise(ranks: "list[subprocess.Popen[bytes]]") -> int:
             del running[rank]
             if code < 0:
                 say(f"rank {rank} was killed by {signal.Signals(-code).name}")
-                return 128 - code
+                code = 128 - code
+            elif code - 128 in (signal.SIGTERM, signal.SIGHUP):
+                say(f"rank {rank} was ended by {signal.Signals(code - 128).name}")
             if code > 0:
-                if code - 128 in (signal.SIGTERM, signal.SIGHUP):
-                    say(f"rank {rank} was ended by {signal.Signals(code - 128).name}")
+                _wait(list(running.values()), WITNESS_SECONDS)
                 return code
         time.sleep(POLL_SECONDS)
     return 0
+
+
+def _wait(ranks: "list[subprocess.Popen[bytes]]", seconds: float) -> None:
+    """Until all have ended, at most so long."""
+    deadline = time.monotonic() + seconds
+    while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
 
 
 def _end_all(ranks: "list[subprocess.Popen[bytes]]") -> None:
@@ -93,9 +103,7 @@ def _end_all(ranks: "list[subprocess.Popen[bytes]]") -> None:
         signal.signal(interrupt, lambda number, frame: _signal_all(ranks, signal.SIGKILL))
     for number in (signal.SIGTERM, signal.SIGKILL):
         _signal_all(ranks, number)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while any(p.poll() is None for p in ranks) and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
+        _wait(ranks, GRACE_SECONDS)
 
 
 def _signal_all(ranks: "list[subprocess.Popen[bytes]]", number: signal.Signals) -> None:

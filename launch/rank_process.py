@@ -1,7 +1,7 @@
 """The life of one rank process: start, run, and end in a way that names what went wrong once.
 
-The rank that fails first prints its error; ranks that fail because of it wait a moment, in
-which their launcher ends them, and otherwise print one line.
+The rank that fails first prints its error; ranks that fail because of it say in a line whom they
+waited for, and stay a moment, so that a launcher that looks now and then sees the first one first.
 """
 
 import os
@@ -23,18 +23,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from moe_runtime.engine.sockets import ipc_address
-from moe_runtime.errors import MoeRuntimeError, PlanError, UserError
+from moe_runtime.errors import PeerLost, PlanError, StepTimeout, UserError
 from moe_runtime.frontend.fleet import Bootstrap, RankAddress
 from moe_runtime.launch import environment, mpi, worker
 from moe_runtime.launch.console import say
 from moe_runtime.launch.environment import RankEnvironment
 from moe_runtime.launch.parent import watch_parent
+from moe_runtime.launch.place import Place, place_of
 from moe_runtime.launch.preflight import Preflight, preflight
-from moe_runtime.launch.rendezvous import Rendezvous
+from moe_runtime.launch.rendezvous import Rendezvous, contact
 from moe_runtime.launch.sockets import inbox_address, make_session
 
-SECONDARY_DELAY = 2.0
+SECONDARY_DELAY = 1.0
 FRONTEND_EXIT_SECONDS = 60.0
+# What a rank raises because of another one: it names the ranks that it waited for.
+CONSEQUENCES = (StepTimeout, PeerLost)
 POISON = "MOE_RUNTIME_POISON_KV"
 
 
@@ -78,7 +81,7 @@ class _RankProcess:
         if not rendezvous.same_everywhere("plan", flight.effective.digest):
             raise PlanError("plan", f"rank {self.env.rank} has another effective plan than the first rank")
         session = self._open_session(rendezvous)
-        place = worker.place_of(flight, self.env.rank)
+        place = place_of(flight.effective, self.env.rank)
         self._join_world(rendezvous, place, flight.effective.num_ranks)
         loaded = worker.load(flight, place)
         rendezvous.publish("card", worker.card(loaded, session))
@@ -97,20 +100,19 @@ class _RankProcess:
     def fail(self, error: BaseException) -> int:
         """Report an error that ended this rank; returns the exit code."""
         code = 2 if isinstance(error, UserError) else 1
-        primary = isinstance(error, UserError) or not _is_consequence(error)
-        if not primary:
+        if isinstance(error, CONSEQUENCES):
+            say(f"rank {self.env.rank} ended: {type(error).__name__}: {error}")
             time.sleep(SECONDARY_DELAY)
-        if self._first_to_fail() == self.env.rank:
-            if isinstance(error, UserError):
-                say(f"error: {error}")
-            else:
-                text = "".join(traceback.format_exception(error))
-                say(f"rank {self.env.rank} failed:\n{text}")
-        elif isinstance(error, UserError):
-            time.sleep(SECONDARY_DELAY)  # the same message was printed by another rank
-        else:
+        elif self._first_to_fail() != self.env.rank:
             first_line = (str(error).splitlines() or [""])[0]
-            say(f"rank {self.env.rank} ended: {type(error).__name__}: {first_line}")
+            if not isinstance(error, UserError):  # whose message another rank has printed
+                say(f"rank {self.env.rank} ended: {type(error).__name__}: {first_line}")
+            time.sleep(SECONDARY_DELAY)
+        elif isinstance(error, UserError):
+            say(f"error: {error}")
+        else:
+            text = "".join(traceback.format_exception(error))
+            say(f"rank {self.env.rank} failed:\n{text}")
         if self.env.launcher == "mpirun" and "mpi4py.MPI" in sys.modules:
             sys.stderr.flush()
             mpi.abort(code)
@@ -141,10 +143,10 @@ class _RankProcess:
         if self.env.rank == 0:
             given = os.environ.get(environment.SESSION)
             self.session = Path(given) if given else make_session()
-            rendezvous.store.set("session", str(self.session))
-        return Path(rendezvous.store.get("session").decode())
+            rendezvous.tell("session", str(self.session))
+        return Path(rendezvous.ask("session"))
 
-    def _join_world(self, rendezvous: Rendezvous, place: worker.Place, ranks_on_host: int) -> None:
+    def _join_world(self, rendezvous: Rendezvous, place: Place, ranks_on_host: int) -> None:
         threads = os.environ.get("OMP_NUM_THREADS", "")
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(int(threads) if threads.isdigit() else max(1, cores // ranks_on_host))
@@ -152,13 +154,14 @@ class _RankProcess:
             place.deployment.dispatch.backend == "torch"
         ):  # nothing else needs the group, whose threads never sleep
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            dist.init_process_group(
-                "gloo",
-                store=PrefixStore(place.instance.name, rendezvous.store),
-                rank=place.rank,
-                world_size=place.num_ranks,
-                timeout=timedelta(seconds=worker.STEP_TIMEOUT),
-            )
+            with contact("the process group"):
+                dist.init_process_group(
+                    "gloo",
+                    store=PrefixStore(place.instance.name, rendezvous.store),
+                    rank=place.rank,
+                    world_size=place.num_ranks,
+                    timeout=timedelta(seconds=worker.STEP_TIMEOUT),
+                )
 
     def _start_frontend(
         self, flight: Preflight, session: Path, argv: Sequence[str]
@@ -210,20 +213,10 @@ class _RankProcess:
         return self.frontend.wait(FRONTEND_EXIT_SECONDS)
 
     def _first_to_fail(self) -> int:
-        """The rank whose failure counts; this one if the store is gone with its host."""
+        """The rank whose failure counts; -1 if the store is gone with its host."""
         if self.rendezvous is None:
             return self.env.rank if self.env.rank == 0 else -1
         try:
             return self.rendezvous.first_to_fail()
-        except (RuntimeError, ValueError):
+        except PeerLost:
             return -1
-
-
-def _is_consequence(error: BaseException) -> bool:
-    """A lost peer shows up as a runtime error of the collective, or as a step that timed out."""
-    if isinstance(error, MoeRuntimeError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        word in str(error)
-        for word in ("Connection closed", "Connection reset", "gloo", "Timed out", "timed out")
-    )

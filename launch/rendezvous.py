@@ -5,13 +5,15 @@ Every key lives under a prefix with the restart count, so a restarted world neve
 
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from moe_runtime.errors import MoeRuntimeError
+from moe_runtime.errors import PeerLost
 from moe_runtime.launch.environment import RankEnvironment
 
 START_TIMEOUT = 600.0
@@ -24,18 +26,29 @@ class Rendezvous:
 
     def __init__(self, env: RankEnvironment) -> None:
         self.env = env
-        store = _open_mpi(env) if env.launcher == "mpirun" else _open(env)
+        with contact("the launch"):
+            store = _open_mpi(env) if env.launcher == "mpirun" else _open(env)
         self.store: Store = PrefixStore(f"/moe_runtime/attempt_{env.attempt}", store)
 
     def publish(self, key: str, value: object) -> None:
         """Make a value (anything msgspec can encode) known to all ranks under (key, this rank)."""
-        self.store.set(f"{key}/{self.env.rank}", msgspec.json.encode(value).decode())
+        self.tell(f"{key}/{self.env.rank}", msgspec.json.encode(value).decode())
+
+    def tell(self, key: str, value: str) -> None:
+        """Set a key for everybody; PeerLost without the store."""
+        with contact("the launch"):
+            self.store.set(key, value)
+
+    def ask(self, key: str) -> str:
+        """Wait until somebody has told `key`; PeerLost without the store, or after `START_TIMEOUT`."""
+        with contact("the launch"):
+            return self.store.get(key).decode()
 
     def gather(self, key: str, value_type: type[T], phase: str) -> list[T]:
         """COLLECTIVE: what every rank published under `key`, in rank order.
 
-        Rank 0 says every few seconds which ranks it still waits for; MoeRuntimeError after
-        `START_TIMEOUT` seconds.
+        Rank 0 says every few seconds which ranks it still waits for; PeerLost after `START_TIMEOUT`
+        seconds.
         """
         deadline = time.monotonic() + START_TIMEOUT
         missing = list(range(self.env.world_size))
@@ -43,12 +56,14 @@ class Rendezvous:
         report_at = time.monotonic() + REPORT_EVERY
         while missing:
             for rank in list(missing):
-                if self.store.check([f"{key}/{rank}"]):
-                    values[rank] = msgspec.json.decode(self.store.get(f"{key}/{rank}"), type=value_type)
+                with contact("the launch"):
+                    here = self.store.check([f"{key}/{rank}"])
+                if here:
+                    values[rank] = msgspec.json.decode(self.ask(f"{key}/{rank}"), type=value_type)
                     missing.remove(rank)
             now = time.monotonic()
             if missing and now > deadline:
-                raise MoeRuntimeError(f"{phase}: ranks {missing} did not arrive within {START_TIMEOUT:.0f} s")
+                raise PeerLost(f"{phase}: ranks {missing} did not arrive within {START_TIMEOUT:.0f} s")
             if missing and now > report_at and self.env.rank == 0:
                 from moe_runtime.launch.console import say
 
@@ -60,12 +75,23 @@ class Rendezvous:
 
     def first_to_fail(self) -> int:
         """Claim to be the first rank that failed; returns the rank that really was."""
-        claimed = self.store.compare_set("first_failure", "", str(self.env.rank))
-        return int(claimed.decode())
+        with contact("the launch"):
+            return int(self.store.compare_set("first_failure", "", str(self.env.rank)).decode())
 
     def same_everywhere(self, key: str, value: str) -> bool:
         """True if no rank has published another value under `key`."""
-        return bool(self.store.compare_set(key, "", value).decode() == value)
+        with contact("the launch"):
+            return bool(self.store.compare_set(key, "", value).decode() == value)
+
+
+@contextmanager
+def contact(with_what: str) -> Iterator[None]:
+    """What torch raises in here when a store or a peer cannot be reached becomes PeerLost."""
+    try:
+        yield
+    except RuntimeError as error:  # DistError of the store is one; gloo's full mesh has no class of its own
+        first_line = (str(error).splitlines() or [""])[0]
+        raise PeerLost(f"lost contact to {with_what}: {first_line}") from error
 
 
 def _open(env: RankEnvironment) -> Store:

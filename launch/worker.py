@@ -17,19 +17,21 @@ from moe_runtime.checkpoint.reader import Checkpoint
 from moe_runtime.engine.agree import AgreeLimits
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.desk import Identity, RequestDesk
-from moe_runtime.engine.exchange import Exchange, LocalExchange, SharedExchange
 from moe_runtime.engine.messages import ToRank
 from moe_runtime.engine.rank import RankEngine
 from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.engine.structures import Structures
+from moe_runtime.expert_parallel.collective import CollectiveBuffer
+from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.shm import ShmBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
+from moe_runtime.launch.agreement import Agreement, AgreementAddress
 from moe_runtime.launch.buffers import RankBuffer, make_buffer
+from moe_runtime.launch.place import Place
 from moe_runtime.launch.preflight import Preflight
 from moe_runtime.launch.sockets import inbox_address
 from moe_runtime.models.decoder import Decoder, build_decoder
 from moe_runtime.placement.placement import Placement, linear
-from moe_runtime.plan.effective import EffectiveDeployment, InstancePlan
 from moe_runtime.report.records import StepLog
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
 from moe_runtime.shared_memory import Window, WindowAddress
@@ -49,22 +51,9 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     inbox: str
     placement: str
-    agree_window: WindowAddress | None
+    agreement: AgreementAddress | None
     dispatch_window: WindowAddress | None
     pool: PoolExport | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where a global rank stands: its instance, its rank there, its deployment."""
-
-    instance: InstancePlan
-    deployment: EffectiveDeployment
-    rank: int
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.instance.ranks)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,15 +67,9 @@ class Loaded:
     kv_cache: list[Tensor]
     pool: HostPool | None
     layout: LayoutFingerprint
-    window: Window | None
+    agreement: Agreement
     dispatch_window: Window | None
     report: LoadReport
-
-
-def place_of(flight: Preflight, global_rank: int) -> Place:
-    instance = flight.effective.instance_of(global_rank)
-    deployment = flight.effective.deployment(instance.deployment)
-    return Place(instance=instance, deployment=deployment, rank=global_rank - instance.ranks.start)
 
 
 def load(flight: Preflight, place: Place) -> Loaded:
@@ -126,7 +109,6 @@ def load(flight: Preflight, place: Place) -> Loaded:
     cache = (
         pool.cache if pool else [torch.zeros(shape, dtype=getattr(torch, group.dtype)) for _ in group.layers]
     )
-    owns_window = place.rank == 0 and place.num_ranks > 1
     return Loaded(
         place=place,
         decoder=decoder,
@@ -135,8 +117,8 @@ def load(flight: Preflight, place: Place) -> Loaded:
         kv_cache=cache,
         pool=pool,
         layout=fingerprint(digest(repr(model)), deployment.kv),
-        window=SharedExchange.create_window(place.num_ranks) if owns_window else None,
-        dispatch_window=buffer.create_window() if owns_window and isinstance(buffer, ShmBuffer) else None,
+        agreement=Agreement(place, STEP_TIMEOUT),
+        dispatch_window=_dispatch_window(buffer, place) if place.leads else None,
         report=report,
     )
 
@@ -159,7 +141,7 @@ def card(loaded: Loaded, session: Path) -> RankCard:
         rank=place.rank,
         inbox=inbox_address(session, place.instance.name, place.rank),
         placement=loaded.placement.digest,
-        agree_window=loaded.window.address if loaded.window else None,
+        agreement=loaded.agreement.open(),
         dispatch_window=loaded.dispatch_window.address if loaded.dispatch_window else None,
         pool=pool,
     )
@@ -194,10 +176,8 @@ def assemble(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[ToRank] = Inbox(context, mine.inbox, ToRank)
     clock = StepClock(trace=trace)
-    if isinstance(loaded.buffer, ShmBuffer):
-        address = next(c.dispatch_window for c in peers if c.rank == 0)
-        assert address is not None
-        loaded.buffer.connect(address, where=clock)
+    leaders = [next(c for c in peers if c.rank == ranks.start) for ranks in place.nodes]
+    _connect(loaded.buffer, place, leaders[place.node].dispatch_window, clock)
     desk = RequestDesk(
         identity=Identity(
             instance=place.instance.name,
@@ -229,7 +209,7 @@ def assemble(
         scheduler=scheduler,
         decoder=loaded.decoder,
         kv_cache=loaded.kv_cache,
-        exchange=_exchange(place, peers),
+        exchange=loaded.agreement.connect([c.agreement for c in leaders]),
         limits=AgreeLimits(
             max_batch_tokens=s.max_batch_tokens,
             chunk_tokens=s.chunk_tokens,
@@ -243,9 +223,18 @@ def assemble(
     )
 
 
-def _exchange(place: Place, peers: list[RankCard]) -> Exchange:
-    if place.num_ranks == 1:
-        return LocalExchange()
-    address = next(c.agree_window for c in peers if c.rank == 0)
+def _dispatch_window(buffer: RankBuffer, place: Place) -> Window | None:
+    """What the ranks of a node share for dispatches: the rows, or only who has come to which."""
+    if isinstance(buffer, ShmBuffer):
+        return buffer.create_window()
+    return buffer.create_window(len(place.here)) if isinstance(buffer, CollectiveBuffer) else None
+
+
+def _connect(buffer: RankBuffer, place: Place, address: WindowAddress | None, clock: StepClock) -> None:
+    if isinstance(buffer, LocalBuffer):
+        return
     assert address is not None
-    return SharedExchange.open(address, rank=place.rank, num_ranks=place.num_ranks, timeout=STEP_TIMEOUT)
+    if isinstance(buffer, ShmBuffer):
+        buffer.connect(address, where=clock)
+    else:
+        buffer.connect(address, here=place.here, where=clock)

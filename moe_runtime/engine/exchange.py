@@ -9,6 +9,7 @@ Layout: [R] cache lines with a flag and the rank's pid; then int64 [R, 2, words]
 
 import os
 import time
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -34,25 +35,53 @@ class LocalExchange:
         return [vector]
 
 
-class SharedExchange:
-    """Ranks of one host. Rank 0 creates the window and publishes its address."""
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Ranks that did not post: those whose process has ended, and those that were only late."""
 
-    def __init__(self, window: Window, *, rank: int, num_ranks: int, timeout: float) -> None:
+    dead: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+
+    def check(self, step: int, seconds: float) -> None:
+        """Raise PeerLost for dead ranks, else StepTimeout for late ones; return if nobody is missing."""
+        if self.dead:
+            raise PeerLost.in_step(step=step, layer=-1, operation="agreement", ranks=self.dead)
+        if self.late:
+            raise StepTimeout(step=step, operation="agreement", ranks=self.late, seconds=seconds)
+
+
+NOBODY = Missing()
+
+
+class SharedExchange:
+    """Ranks of one host. The first of them creates the window and publishes its address.
+
+    `here` are the ranks of this host by their number among the `num_ranks` of the instance; all by default.
+    """
+
+    def __init__(
+        self, window: Window, *, rank: int, num_ranks: int, timeout: float, here: range | None = None
+    ) -> None:
         self._window = window
-        self._rank = rank
+        self._here = range(num_ranks) if here is None else here
+        self._own = self._here.index(rank)
         self._timeout = timeout
-        words = vector_words(num_ranks)
-        self._flags = [Flag(window.array(np.int32, (1,), offset=r * CACHE_LINE)) for r in range(num_ranks)]
-        self._pids = [window.array(np.int64, (1,), offset=r * CACHE_LINE + 8) for r in range(num_ranks)]
-        self._pids[rank][0] = os.getpid()
+        words, count = vector_words(num_ranks), len(self._here)
+        self._flags = [Flag(window.array(np.int32, (1,), offset=i * CACHE_LINE)) for i in range(count)]
+        self._pids = [window.array(np.int64, (1,), offset=i * CACHE_LINE + 8) for i in range(count)]
+        self._pids[self._own][0] = os.getpid()
         self._peers: dict[int, ProcessWatch] = {}
-        vectors = window.array(np.int64, (num_ranks, 2, words), offset=num_ranks * CACHE_LINE)
-        self._vectors: NDArray[np.int64] = vectors.view(np.int64)
+        vectors = window.array(np.int64, (count, 2, words), offset=count * CACHE_LINE)
+        self.vectors: NDArray[np.int64] = vectors.view(np.int64)
 
     @staticmethod
-    def create_window(num_ranks: int) -> Window:
-        size = num_ranks * (CACHE_LINE + 2 * 8 * vector_words(num_ranks))
-        return Window.create("moe-runtime-agree", size)
+    def window_bytes(num_ranks: int, here: int) -> int:
+        """Size of the window of a host with `here` of the instance's ranks; a multiple of 8."""
+        return here * (CACHE_LINE + 2 * 8 * vector_words(num_ranks))
+
+    @classmethod
+    def create_window(cls, num_ranks: int) -> Window:
+        return Window.create("moe-runtime-agree", cls.window_bytes(num_ranks, num_ranks))
 
     @classmethod
     def open(cls, address: WindowAddress, *, rank: int, num_ranks: int, timeout: float) -> "SharedExchange":
@@ -60,24 +89,30 @@ class SharedExchange:
 
     def __call__(self, step: int, vector: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Raises StepTimeout naming the ranks that did not post in time, PeerLost naming those that died."""
-        half = step % 2
-        self._vectors[self._rank, half] = vector
-        self._flags[self._rank].set(step + 1)
-        deadline = time.monotonic() + self._timeout
-        late = [r for r in range(len(self._flags)) if not self._arrived(r, step, deadline)]
-        if late:
-            raise StepTimeout(step=step, operation="agreement", ranks=late, seconds=self._timeout)
-        return [self._vectors[r, half].copy() for r in range(len(self._flags))]
+        self.collect(step, vector, self._timeout).check(step, self._timeout)
+        return [v.copy() for v in self.vectors[:, step % 2]]
 
-    def _arrived(self, rank: int, step: int, deadline: float) -> bool:
-        """Wait for a rank's proposal; False when the deadline passes first."""
-        flag = self._flags[rank]
-        while not flag.wait(step + 1, min(deadline, time.monotonic() + LOOK_SECONDS)):
-            if time.monotonic() >= deadline:
-                return False
-            pid = int(self._pids[rank][0])
-            if pid and rank not in self._peers:
-                self._peers[rank] = ProcessWatch(pid)
-            if pid and self._peers[rank].gone and flag.value < step + 1:
-                raise PeerLost.in_step(step=step, layer=-1, operation="agreement", ranks=[rank])
-        return True
+    def collect(self, step: int, vector: NDArray[np.int64], seconds: float) -> Missing:
+        """Post, and wait until all ranks of this host have, which stand in `vectors[:, step % 2]` then.
+
+        Says who is missing as soon as one that is waited for is dead, or after `seconds`.
+        """
+        self.vectors[self._own, step % 2] = vector
+        self._flags[self._own].set(step + 1)
+        deadline = time.monotonic() + seconds
+        late = []
+        for index, flag in enumerate(self._flags):
+            while not flag.wait(step + 1, min(deadline, time.monotonic() + LOOK_SECONDS)):
+                if self.has_died(index) and flag.value < step + 1:
+                    return Missing(dead=(self._here[index],))
+                if time.monotonic() >= deadline:
+                    late.append(self._here[index])
+                    break
+        return Missing(late=tuple(late)) if late else NOBODY
+
+    def has_died(self, index: int) -> bool:
+        """Whether the process of this host's rank number `index` has ended. One that never came is late."""
+        pid = int(self._pids[index][0])
+        if pid and index not in self._peers:
+            self._peers[index] = ProcessWatch(pid)
+        return bool(pid) and self._peers[index].gone

@@ -3,10 +3,12 @@
 Leaders form a k-ary tree (children of i are k*i+1 .. k*i+k). Blocks travel up, each node adding
 its own, and the whole comes down: 2 * depth hops, 2 * (N - 1) messages. Blocks lie in preorder, so
 a subtree is one piece of the buffer: it is received in place and sent from there, never parsed.
-A message is a header, one presence byte per node, and the blocks.
+A message is a header, one state byte per node, and the blocks.
 
-A node whose connection breaks, and what hangs below it, is reported as missing from then on; a
-node that loses its way to the root raises PeerLost. N nodes, B bytes per block.
+A node whose connection breaks is GONE for everybody from then on, one that is silent too long is
+LATE, and what hangs below either is UNKNOWN. Nobody waits longer than the deadline, and who waits
+nearer to the leaves gives up earlier, so that what it has to tell still arrives. N nodes, B bytes
+per block.
 """
 
 import socket
@@ -14,29 +16,46 @@ import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from enum import IntEnum
 
 from moe_runtime.errors import PeerLost, StepTimeout
 
+# Parts of the deadline: a node waits for its children so long at the leaves and at the root, then so long
+# for its parent's answer near the root and at the leaves.
+CHILDREN = (0.65, 0.85)
+ANSWER = (0.87, 0.97)
 _HEADER = struct.Struct("<q")  # step
 Address = tuple[str, int]
+
+
+class State(IntEnum):
+    """Of a node in a step. UNKNOWN: its block would have come through a node that is gone or late."""
+
+    GONE = 0
+    HERE = 1
+    LATE = 2
+    UNKNOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
     """All blocks of a step. `blocks` is valid until the next `allgather`.
 
-    present  bytes [N]: 1 where the node's block is here; by node number
-    blocks   [N * B] in the order `order` of node numbers
+    states  bytes [N], a State per node number
+    blocks  [N * B] in the order `order` of node numbers
     """
 
     order: tuple[int, ...]
-    present: bytes
+    states: bytes
     blocks: memoryview
 
+    def having(self, state: State) -> list[int]:
+        """The nodes in a state."""
+        return [node for node, s in enumerate(self.states) if s == state]
+
     def block(self, node: int) -> memoryview | None:
-        """The block of a node, None if it is gone."""
-        if not self.present[node]:
+        """The block of a node, None if it did not come."""
+        if self.states[node] != State.HERE:
             return None
         size, place = len(self.blocks) // len(self.order), self.order.index(node)
         return self.blocks[place * size : (place + 1) * size]
@@ -63,7 +82,11 @@ class TreeShape:
     @property
     def depth(self) -> int:
         """Hops from the farthest node to the root."""
-        hops, node = 0, self.num_nodes - 1
+        return self.level(self.num_nodes - 1)
+
+    def level(self, node: int) -> int:
+        """Hops from the node to the root."""
+        hops = 0
         while (up := self.parent(node)) is not None:
             hops, node = hops + 1, up
         return hops
@@ -81,12 +104,15 @@ class NodeTree:
         self._down: dict[int, socket.socket] = {}
         order = self._order = tuple(shape.subtree(0))
         self._header = memoryview(bytearray(_HEADER.size))
-        self._present = memoryview(bytearray(len(order)))
+        self._states = memoryview(bytearray(len(order)))
         self._blocks = memoryview(bytearray(len(order) * block_bytes))
         self._pieces = {n: self._piece(n, block_bytes) for n in (0, node, *shape.children(node))}
         place = order.index(node)
         self._own = self._blocks[place * block_bytes : (place + 1) * block_bytes]
         self._own_place = place
+        level = shape.level(node) / max(1, shape.depth)
+        self._children_seconds = timeout * (CHILDREN[1] - level * (CHILDREN[1] - CHILDREN[0]))
+        self._answer_seconds = timeout * (ANSWER[0] + level * (ANSWER[1] - ANSWER[0]))
 
     def listen(self, host: str = "127.0.0.1") -> Address:
         """Open this node's port (a free one) for its children; returns its address."""
@@ -108,34 +134,46 @@ class NodeTree:
             self._listener.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 child, _ = self._listener.accept()
+                self._tune(child)
+                name = bytearray(4)
+                _receive(child, [memoryview(name)], deadline)
             except TimeoutError:
-                self._raise_timeout(-1, "connecting the agreement tree", sorted(missing))
-            self._tune(child)
-            name = bytearray(4)
-            _receive(child, [memoryview(name)])
-            self._down[int.from_bytes(name, "little")] = child
+                raise StepTimeout(
+                    step=-1,
+                    operation="connecting the agreement tree of nodes",
+                    ranks=sorted(missing),
+                    seconds=self._timeout,
+                ) from None
+            except ConnectionError:
+                continue
+            number = int.from_bytes(name, "little")
+            if number in missing:
+                self._down[number] = child
+            else:  # not one of ours
+                child.close()
         self._listener.close()
 
     def allgather(self, step: int, block: bytes | memoryview) -> Gathered:
-        """COLLECTIVE over nodes: everybody's block of this step.
+        """COLLECTIVE over nodes: everybody's block of this step, or why it is not here.
 
-        Raises StepTimeout (a node is silent) and PeerLost (the way to the root is gone).
+        A tree in which a node was late, or that lost its way to the root, is of no further use.
         """
+        began = time.monotonic()
         self._own[:] = block
-        self._present[self._own_place] = 1
+        self._states[self._own_place] = State.HERE
         for child in list(self._down):
-            self._receive_subtree(step, child)
+            self._receive_subtree(step, child, began + self._children_seconds)
         if self._up is not None:
-            self._exchange_with_parent(step, self._up)
+            self._exchange_with_parent(step, self._up, began + self._answer_seconds)
         for child, connection in list(self._down.items()):
             try:
-                self._send(step, connection, 0)
+                self._send(step, connection, 0, began + self._timeout)
             except OSError:
-                self._lose(child)
-        present = bytearray(len(self._order))
+                self._miss(child, State.GONE)
+        states = bytearray(len(self._order))
         for place, node in enumerate(self._order):
-            present[node] = self._present[place]
-        return Gathered(self._order, bytes(present), self._blocks)
+            states[node] = self._states[place]
+        return Gathered(self._order, bytes(states), self._blocks)
 
     def close(self) -> None:
         for connection in (self._listener, self._up, *self._down.values()):
@@ -145,69 +183,71 @@ class NodeTree:
     # -- inside -------------------------------------------------------------------------------
 
     def _piece(self, node: int, block_bytes: int) -> list[memoryview]:
-        """Presence bytes and blocks of a subtree: views into the whole."""
+        """States and blocks of a subtree: views into the whole."""
         start, count = self._order.index(node), len(self.shape.subtree(node))
         return [
-            self._present[start : start + count],
+            self._states[start : start + count],
             self._blocks[start * block_bytes : (start + count) * block_bytes],
         ]
 
-    def _receive_subtree(self, step: int, child: int) -> None:
+    def _receive_subtree(self, step: int, child: int, deadline: float) -> None:
         try:
-            self._receive(step, self._down[child], child, f"node {child}")
+            self._receive(step, self._down[child], child, f"node {child}", deadline)
         except TimeoutError:
-            self._raise_timeout(step, "agreement", self.shape.subtree(child))
+            self._miss(child, State.LATE)
         except OSError:
-            self._lose(child)
+            self._miss(child, State.GONE)
 
-    def _exchange_with_parent(self, step: int, up: socket.socket) -> None:
+    def _exchange_with_parent(self, step: int, up: socket.socket, deadline: float) -> None:
         parent = self.shape.parent(self.node)
+        assert parent is not None
         try:
-            self._send(step, up, self.node)
-            self._receive(step, up, 0, f"node {parent}")
-        except TimeoutError:
-            self._raise_timeout(step, "agreement", [n for n in sorted(self._order) if n != self.node])
-        except OSError as error:
-            raise PeerLost(
-                f"step {step}: node {parent} is gone, and with it the way to the others"
-            ) from error
+            self._send(step, up, self.node, deadline)
+            self._receive(step, up, 0, f"node {parent}", deadline)
+        except OSError as error:  # a TimeoutError is one
+            below = bytes(self._pieces[self.node][0])
+            self._states[:] = bytes([State.UNKNOWN]) * len(self._order)
+            self._pieces[self.node][0][:] = below
+            late = isinstance(error, TimeoutError)
+            self._states[self._order.index(parent)] = State.LATE if late else State.GONE
 
-    def _send(self, step: int, connection: socket.socket, subtree: int) -> None:
-        _send(connection, [memoryview(_HEADER.pack(step)), *self._pieces[subtree]])
+    def _send(self, step: int, connection: socket.socket, subtree: int, deadline: float) -> None:
+        _send(connection, [memoryview(_HEADER.pack(step)), *self._pieces[subtree]], deadline)
 
-    def _receive(self, step: int, connection: socket.socket, subtree: int, sender: str) -> None:
-        _receive(connection, [self._header, *self._pieces[subtree]])
+    def _receive(
+        self, step: int, connection: socket.socket, subtree: int, sender: str, deadline: float
+    ) -> None:
+        _receive(connection, [self._header, *self._pieces[subtree]], deadline)
         (theirs,) = _HEADER.unpack(self._header)
         if theirs != step:
             raise PeerLost(f"{sender} is at step {theirs}, this node at step {step}")
 
     def _tune(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.settimeout(self._timeout)
 
-    def _lose(self, child: int) -> None:
-        """What hangs below the child is missing from now on."""
-        self._down.pop(child).close()
-        present, blocks = self._pieces[child]
-        present[:] = bytes(len(present))
+    def _miss(self, child: int, state: State) -> None:
+        """Nothing came from a child: nobody knows of what hangs below it."""
+        if state is State.GONE:
+            self._down.pop(child).close()
+        states, blocks = self._pieces[child]
+        states[:] = bytes([state]) + bytes([State.UNKNOWN]) * (len(states) - 1)
         blocks[:] = bytes(len(blocks))
 
-    def _raise_timeout(self, step: int, operation: str, nodes: Sequence[int]) -> NoReturn:
-        raise StepTimeout(step=step, operation=f"{operation} of nodes", ranks=nodes, seconds=self._timeout)
 
-
-def _receive(connection: socket.socket, pieces: list[memoryview]) -> None:
-    """Fill all pieces; ConnectionError when the peer closes, TimeoutError when it is silent."""
+def _receive(connection: socket.socket, pieces: list[memoryview], deadline: float) -> None:
+    """Fill all pieces; ConnectionError when the peer closes, TimeoutError at the deadline."""
     while pieces:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         count = connection.recvmsg_into(pieces)[0]
         if count == 0:
             raise ConnectionResetError("connection closed")
         pieces = _rest(pieces, count)
 
 
-def _send(connection: socket.socket, pieces: list[memoryview]) -> None:
-    """Send all pieces, in one call unless the kernel takes only a part."""
+def _send(connection: socket.socket, pieces: list[memoryview], deadline: float) -> None:
+    """Send all pieces, in one call unless the kernel takes only a part; TimeoutError at the deadline."""
     while pieces:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
         pieces = _rest(pieces, connection.sendmsg(pieces))
 
 

@@ -21,8 +21,11 @@ from moe_runtime.expert_parallel.buffer import CombineOrder, RowLayout, Rows
 from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.expert_parallel.pairs import destinations, local_pairs, returning_rows
 from moe_runtime.expert_parallel.payload import Payload
+from moe_runtime.expert_parallel.roll_call import NO_CALL, Call, NoCall, RollCall
 from moe_runtime.expert_parallel.rows import arrange, outputs
+from moe_runtime.expert_parallel.where import Where
 from moe_runtime.kernels.registry import Kernel, select
+from moe_runtime.shared_memory import Window, WindowAddress
 
 
 @dataclass(slots=True)
@@ -39,24 +42,32 @@ class _Transfer:
     """A posted all-to-all of rows, as bytes: gloo does not know every dtype."""
 
     def __init__(
-        self, buffer: "CollectiveBuffer", rows: Tensor, out_splits: list[int], in_splits: list[int]
+        self,
+        buffer: "CollectiveBuffer",
+        operation: str,
+        rows: Tensor,
+        out_splits: list[int],
+        in_splits: list[int],
     ) -> None:
         self._meter = buffer.meter
         self._sent = rows.contiguous()
         self.received = rows.new_empty(sum(out_splits), rows.shape[1])
         self._posted = time.monotonic()
-        self._work = dist.all_to_all_single(
-            self.received.view(torch.uint8),
-            self._sent.view(torch.uint8),
-            out_splits,
-            in_splits,
-            group=buffer.group,
-            async_op=True,
-        )
+        self._call = buffer.begin(operation)
+        with self._call.explained():
+            self._work = dist.all_to_all_single(
+                self.received.view(torch.uint8),
+                self._sent.view(torch.uint8),
+                out_splits,
+                in_splits,
+                group=buffer.group,
+                async_op=True,
+            )
 
     def wait(self) -> Tensor:
         began = time.monotonic()
-        self._work.wait()
+        with self._call.explained():
+            self._work.wait()
         self._meter.transfer(posted=self._posted, wait_began=began, done=time.monotonic())
         return self.received
 
@@ -91,6 +102,7 @@ class CollectiveBuffer:
     """COLLECTIVE: see `buffer.Buffer`. `group` None is the default process group.
 
     `payload` None sends rows in their own dtype. `max_tokens` is needed for the masked layout only.
+    The group's timeout is the deadline of every wait; `connect` makes errors name who is missing.
     """
 
     combine_order: ClassVar[CombineOrder] = "topk_fp32"
@@ -113,6 +125,20 @@ class CollectiveBuffer:
         self._payload = payload
         self._capacity = self._ranks * max_tokens if layout == "masked" else None
         self._unpermute = select("unpermute", device.type if device else "cpu")
+        self._roll: RollCall | None = None
+
+    @staticmethod
+    def create_window(num_ranks: int) -> Window:
+        """LOCAL: one rank per host makes the window of that host, and keeps it until all have connected."""
+        return RollCall.create_window(num_ranks)
+
+    def connect(self, address: WindowAddress, *, here: range, where: Where | None = None) -> None:
+        """LOCAL: map the window of this host, whose ranks are `here`; OSError when its maker is gone."""
+        self._roll = RollCall.open(address, rank=self._rank, here=here, num_ranks=self._ranks, where=where)
+
+    def begin(self, operation: str) -> "Call | NoCall":
+        """LOCAL: this rank comes to its next collective."""
+        return NO_CALL if self._roll is None else self._roll.begin(operation)
 
     def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> _Dispatch:
         """Counts are exchanged at once (their reader must know them), rows are on their way on return."""
@@ -120,12 +146,13 @@ class CollectiveBuffer:
         token_U, send_R = destinations(slot_ids_TK, num_ranks=self._ranks, slots_per_rank=self._slots)
         receive_R = torch.empty_like(send_R)
         began = time.monotonic()
-        dist.all_to_all_single(receive_R, send_R, group=self.group)
+        with self.begin("dispatch").explained():
+            dist.all_to_all_single(receive_R, send_R, group=self.group)
         self.meter.transfer(posted=began, wait_began=began, done=time.monotonic())
 
         send_splits, receive_splits = send_R.tolist(), receive_R.tolist()
         messages = messages_T.index_select(0, token_U)
-        transfer = _Transfer(self, messages, receive_splits, send_splits)
+        transfer = _Transfer(self, "dispatch", messages, receive_splits, send_splits)
         away = sum(send_splits) - send_splits[self._rank]
         self.meter.totals.rows_dispatched += away
         self.meter.totals.bytes_dispatched += away * messages.shape[1] + 8 * (self._ranks - 1)
@@ -140,7 +167,7 @@ class CollectiveBuffer:
         come_splits = torch.bincount(ranks_P, minlength=self._ranks + 1)[1:].tolist()
         away = len(back_NH) - state.back_splits[self._rank]
         self.meter.totals.bytes_combined += away * back_NH.shape[1] * back_NH.element_size()
-        transfer = _Transfer(self, back_NH, come_splits, state.back_splits)
+        transfer = _Transfer(self, "combine", back_NH, come_splits, state.back_splits)
         return _Combine(transfer, rows_TK, state.weights_TK, self._unpermute)
 
     def _pack(self, x_TH: Tensor, slot_ids_TK: Tensor) -> Tensor:

@@ -132,6 +132,14 @@ def test_two_micro_batches_change_no_token(tmp_path, checkpoints, references, de
     compare(references["deepseek_v3"], generated)
 
 
+def test_an_instance_over_two_nodes(tmp_path, checkpoints, references):
+    """Ranks of different nodes agree through the tree of leaders; on one host, that is loopback."""
+    arguments, out, logits = files(tmp_path, checkpoints, "deepseek_v3", unified(4))
+    done = moe(*arguments, "--set", "cluster.nodes=2")
+    assert done.code == 0, done.err
+    compare(references["deepseek_v3"], read_generated(out, logits))
+
+
 def test_a_model_without_experts(tmp_path, checkpoints):
     """Data-parallel attention alone: no rank waits for another in the layers, and all requests end."""
     folder = tmp_path / "dense"

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -57,10 +58,16 @@ class Rank:
             window.close()
         self._windows.clear()
 
-    def join_gloo(self) -> None:
+    def join_gloo(self, timeout: float = 60.0) -> None:
         """COLLECTIVE: the default process group."""
         store = FileStore(str(self.folder / "store"), self.num_ranks)
-        dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.num_ranks)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.num_ranks,
+            timeout=timedelta(seconds=timeout),
+        )
 
 
 class World:
