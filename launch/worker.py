@@ -21,6 +21,7 @@ from moe_runtime.engine.messages import ToRank
 from moe_runtime.engine.rank import RankEngine
 from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.engine.structures import Structures
+from moe_runtime.engine.tally import Tally
 from moe_runtime.expert_parallel.collective import CollectiveBuffer
 from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.shm import ShmBuffer
@@ -33,6 +34,7 @@ from moe_runtime.launch.sockets import inbox_address
 from moe_runtime.models.decoder import Decoder, build_decoder
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.report.records import StepLog
+from moe_runtime.scheduler.budget import ChunkBudget
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
 from moe_runtime.shared_memory import Window, WindowAddress
 from moe_runtime.transfer.host import HostPool, HostTransport, PoolExport
@@ -166,6 +168,8 @@ def assemble(
             block_tokens=deployment.kv_cache.block_tokens,
             num_blocks=deployment.kv_cache.blocks,
             max_positions=flight.model.max_positions,
+            prefix_cache=deployment.kv_cache.prefix_cache,
+            model=loaded.layout.model,
         )
     )
     exports = [c.pool for c in cards if c.pool is not None]
@@ -200,6 +204,7 @@ def assemble(
         leases=Leases(LEASE_SECONDS),
         pool=loaded.pool,
         transport=transport,
+        tally=Tally(flight.model.num_moe_layers),
         structures=Structures(
             Path(flight.effective.model.path), flight.model.vocab_size, flight.model.eos_token_ids
         ),
@@ -220,6 +225,7 @@ def assemble(
         clock=clock,
         pipeline_depth=s.pipeline_depth,
         poison=poison,
+        budget=ChunkBudget(flight.effective.slo.tpot_ms / 1e3) if s.chunk_budget == "tpot" else None,
     )
 
 

@@ -5,7 +5,7 @@ size; `agree` is a function of the proposals alone, so nothing that changes whic
 run, or with what sizes, may come from anywhere else. R ranks.
 
 Vector: version | flags | decode tokens | prefill tokens | in flight | placement epoch |
-        membership epoch | overlap gain | membership bits, ceil(R / 64) words
+        membership epoch | overlap gain | chunk tokens | membership bits, ceil(R / 64) words
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-VERSION = 1
-FIXED_WORDS = 8
+VERSION = 2
+FIXED_WORDS = 9
 _STOP = 1
 _WORD = (1 << 64) - 1
 
@@ -36,6 +36,8 @@ class StepProposal:
     in_flight       steps launched and not yet committed (pipeline depth 1)
     stop            this rank was told to shut down and has nothing left to do
     overlap_gain    microseconds this rank expects to save with two micro-batches; may be negative
+    chunk_tokens    prefill rows after which a step would take too long, as far as this rank can tell;
+                    None: no opinion
     """
 
     decode_tokens: int
@@ -46,6 +48,7 @@ class StepProposal:
     membership_epoch: int
     alive: tuple[bool, ...]
     overlap_gain: int = 0
+    chunk_tokens: int | None = None
 
     def to_vector(self) -> NDArray[np.int64]:
         """int64 [vector_words(R)]."""
@@ -61,6 +64,7 @@ class StepProposal:
             self.placement_epoch,
             self.membership_epoch,
             self.overlap_gain & _WORD,
+            _WORD if self.chunk_tokens is None else self.chunk_tokens,
         ]
         return np.array([*head, *words], dtype=np.uint64).view(np.int64)
 
@@ -80,6 +84,7 @@ class StepProposal:
             membership_epoch=v[6],
             alive=tuple(bool(words[r // 64] >> (r % 64) & 1) for r in range(num_ranks)),
             overlap_gain=v[7] - (1 << 64) if v[7] >> 63 else v[7],
+            chunk_tokens=None if v[8] == _WORD else v[8],
         )
 
 
@@ -121,6 +126,9 @@ class StepDecision:
     """What all ranks do next.
 
     token_level    a rank takes all its decode tokens, then prefill up to this many tokens
+    chunk_tokens   and at most so many of prefill
+    decode_rows    of the rank that has most of them; `prefill_rows` likewise
+    fill           rows of all ranks / (ranks x rows of the fullest): what lock-step makes of the step
     decode_only    no rank has prefill rows: decides the order of stages of two micro-batches
     dispatch_mode  low_latency only if every rank is decode-only and within capacity
     rounds         dispatch rounds of each MoE layer, of at most `round_tokens` rows per rank
@@ -129,6 +137,10 @@ class StepDecision:
 
     kind: StepKind
     token_level: int = 0
+    chunk_tokens: int = 0
+    decode_rows: int = 0
+    prefill_rows: int = 0
+    fill: float = 1.0
     decode_only: bool = False
     dispatch_mode: Literal["normal", "low_latency"] = "normal"
     rounds: int = 1
@@ -159,9 +171,11 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
         return StepDecision(kind=kind, placement_epoch=epoch, alive=alive)
 
     # Lock-step costs the slowest rank, so every rank may fill up to what the fullest one needs.
+    chunk = min([limits.chunk_tokens, *(p.chunk_tokens for p in proposals if p.chunk_tokens is not None)])
     most_decode = max(p.decode_tokens for p in proposals)
-    level = min(limits.max_batch_tokens, most_decode + limits.chunk_tokens)
-    largest = max(step_tokens(p, level, limits.chunk_tokens) for p in proposals)
+    level = min(limits.max_batch_tokens, most_decode + chunk)
+    rows = [step_tokens(p, level, chunk) for p in proposals]
+    largest = max(rows)
     micro_batches, reason = _overlap(proposals, largest, limits)
     per_micro_batch = -(-largest // micro_batches)
     decode_only = not any(p.prefill_tokens for p in proposals)
@@ -169,6 +183,10 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
     return StepDecision(
         kind=StepKind.FORWARD,
         token_level=level,
+        chunk_tokens=chunk,
+        decode_rows=most_decode,
+        prefill_rows=max(r - p.decode_tokens for r, p in zip(rows, proposals, strict=True)),
+        fill=sum(rows) / (len(rows) * largest) if largest else 1.0,
         decode_only=decode_only,
         dispatch_mode="low_latency" if low_latency else "normal",
         rounds=max(1, -(-per_micro_batch // limits.dispatch_max_tokens)),

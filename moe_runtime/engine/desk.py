@@ -25,16 +25,21 @@ from moe_runtime.engine.messages import (
     Refused,
     Release,
     Renew,
+    Start,
     Stats,
+    Status,
     StepTokens,
     Submit,
     SubmitTransferred,
     Token,
     ToRank,
     Wake,
+    Watch,
 )
 from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.engine.structures import Structures
+from moe_runtime.engine.tally import Tally
+from moe_runtime.engine.watchers import Watchers
 from moe_runtime.errors import RequestRefused, TransferError, UnavailableError
 from moe_runtime.report.records import StepLog, pack
 from moe_runtime.report.timeline import RankTimeline
@@ -88,6 +93,7 @@ class RequestDesk:
     pool: HostPool | None
     transport: KVTransport | None
     structures: Structures
+    tally: Tally
     stopping: bool = False
     wake_step: int = -1
     changed: bool = False
@@ -97,6 +103,9 @@ class RequestDesk:
     _pulls: list[_Pulling] = field(default_factory=list)
     _compiling: list[_Compiling] = field(default_factory=list)
     _renew_at: float = 0.0
+    _watchers: Watchers = field(default_factory=Watchers)
+    _arrived: dict[int, float] = field(default_factory=dict)
+    _starts: dict[int, Start] = field(default_factory=dict)
 
     def receive(self) -> None:
         """Handle every message that is there, pulls that ended and leases that are over."""
@@ -108,9 +117,21 @@ class RequestDesk:
         self._renew(now)
         for lease in self.leases.expire(now):
             self._end_lease(lease.blocks)
+        if self._watchers:
+            self._report(now)
 
-    def start_pulls(self) -> None:
-        """Begin to fetch the KV of sequences that were admitted just now."""
+    @property
+    def watched(self) -> bool:
+        """A frontend follows this rank by its statuses: it serves without end, so keeps no log of steps."""
+        return bool(self._watchers)
+
+    def after_propose(self) -> None:
+        """Note who was admitted just now, and begin to fetch the KV of those prefilled elsewhere."""
+        for sequence in self.scheduler.take_admitted():
+            now = time.monotonic()
+            waited = now - self._arrived.pop(sequence.request.id, now)
+            if not sequence.transferred:
+                self._starts[sequence.request.id] = Start(sequence.cached_tokens, waited)
         for sequence in self.scheduler.take_started_pulls():
             assert self.transport is not None
             source = self._sources.pop(sequence.request.id)
@@ -134,10 +155,12 @@ class RequestDesk:
         """Seconds this rank may sleep before it must look again by itself."""
         if self._pulls or self._compiling:
             return 0.001
+        now = time.monotonic()
+        limit = min(1.0, self._watchers.patience(now))
         if self._sources:
-            return min(1.0, self.leases.seconds / 6)
+            limit = min(limit, self.leases.seconds / 6)
         expiry = self.leases.next_expiry()
-        return 1.0 if expiry is None else max(0.001, min(1.0, expiry - time.monotonic()))
+        return max(0.001, limit if expiry is None else min(limit, expiry - now))
 
     def wake_peers(self, step: int) -> None:
         """Tell the other ranks of the instance that this one goes on to `step`."""
@@ -152,13 +175,17 @@ class RequestDesk:
             request = event.sequence.request.id
             frontend = request >> FRONTEND_SHIFT
             extra = extras.get(event.sample, NOTHING)
+            start = self._starts.pop(request, None)
             if event.kind == "handoff":
-                handoff = self._grant(event)
-                self._tell(frontend, Prefilled(handoff=handoff, logits=extra.logits, logprobs=extra.logprobs))
+                prefilled = Prefilled(
+                    handoff=self._grant(event), logits=extra.logits, logprobs=extra.logprobs, start=start
+                )
+                self._tell(frontend, prefilled)
                 continue
             tokens[frontend].append(
-                Token(request, event.token, event.finish_reason, extra.logits, extra.logprobs)
+                Token(request, event.token, event.finish_reason, extra.logits, extra.logprobs, start)
             )
+        self.tally.output_tokens += len(events)
         for frontend, batch in tokens.items():
             self._tell(
                 frontend, StepTokens(instance=self.identity.instance, rank=self.identity.rank, tokens=batch)
@@ -178,6 +205,7 @@ class RequestDesk:
         self.changed = True
         match message:
             case Submit() | SubmitTransferred():
+                self._arrived[message.request.id] = time.monotonic()
                 if isinstance(message, SubmitTransferred):
                     self._sources[message.request.id] = message.handoff.source
                 structure = message.request.sampling.structure
@@ -201,8 +229,11 @@ class RequestDesk:
                 self._tell(frontend, Ready(instance=me.instance, rank=me.rank))
             case Collect():
                 self._send_stats()
+            case Watch(frontend=frontend, seconds=seconds):
+                self._watchers.watch(frontend, seconds)
             case Goodbye(frontend=frontend, frontends=frontends):
                 self._frontends.pop(frontend, None)
+                self._watchers.watch(frontend, 0.0)
                 self._left.add(frontend)
                 self.stopping = len(self._left) >= frontends
 
@@ -220,6 +251,7 @@ class RequestDesk:
             self._refuse(message.request.id, str(refusal))
 
     def _refuse(self, request_id: int, reason: str) -> None:
+        self._arrived.pop(request_id, None)
         source = self._sources.pop(request_id, None)
         if source is not None:
             self._release(source)
@@ -238,6 +270,8 @@ class RequestDesk:
             self._admit(waiting.message, constraint)
 
     def _abort(self, request_id: int) -> None:
+        self._arrived.pop(request_id, None)
+        self._starts.pop(request_id, None)
         self._compiling = [w for w in self._compiling if w.message.request.id != request_id]
         self.scheduler.abort(request_id)
         for blocks in self.leases.release_request(request_id):
@@ -303,7 +337,35 @@ class RequestDesk:
         for frontend in self._frontends:
             self._tell(frontend, stats)
 
-    def _tell(self, frontend: int, message: "Ready | StepTokens | Prefilled | Refused | Stats") -> None:
+    def _report(self, now: float) -> None:
+        """Send the frontends that are due how this rank is doing."""
+        scheduler = self.scheduler
+        load = (len(scheduler.waiting), scheduler.table.num_running, len(self._pulls))
+        for frontend in self._watchers.due(now, load):
+            others = (s for i, s in scheduler.by_request.items() if i >> FRONTEND_SHIFT != frontend)
+            status = Status(
+                instance=self.identity.instance,
+                deployment=self.identity.deployment,
+                rank=self.identity.rank,
+                time=now,
+                step=self.clock.step,
+                waiting=len(scheduler.waiting),
+                waiting_tokens=sum(s.num_known for s in scheduler.waiting),
+                running=scheduler.table.num_running,
+                pulling=len(self._pulls),
+                kv_blocks=scheduler.pool.total,
+                kv_used=scheduler.pool.num_used,
+                kv_cached=scheduler.pool.num_idle,
+                block_tokens=scheduler.limits.block_tokens,
+                others_tokens=sum(len(s.tokens) for s in others),
+                chunk_tokens=self.tally.chunk_tokens,
+                totals=self.tally.totals(),
+            )
+            self._tell(frontend, status)
+
+    def _tell(
+        self, frontend: int, message: "Ready | StepTokens | Prefilled | Refused | Stats | Status"
+    ) -> None:
         if frontend in self._left:
             return
         address = self._frontends.get(frontend)

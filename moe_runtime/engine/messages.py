@@ -195,7 +195,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_blocks       all blocks; `kv_used` of them hold live sequences or leases, `kv_cached` of the rest
                     hold prefixes that a new request may reuse
     others_tokens   prompt and requested output tokens of what other frontends have here
-    chunk_tokens    prefill rows a step may take now
+    chunk_tokens    prefill rows that the newest step was allowed
     """
 
     instance: str

@@ -23,6 +23,7 @@ from moe_runtime.engine.recorder import step_row
 from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.report.records import PHASES
+from moe_runtime.scheduler.budget import ChunkBudget
 from moe_runtime.scheduler.scheduler import Scheduled, Scheduler
 
 WARM_UP_TOKENS = 64
@@ -44,6 +45,7 @@ class RankEngine:
     pipeline_depth: int
     poison: bool = False
     overlap: OverlapModel = field(default_factory=OverlapModel)
+    budget: ChunkBudget | None = None
     step_number: int = 0
     _in_flight: deque[tuple[Scheduled, Samples]] = field(default_factory=deque)
     _previous: Samples = NO_SAMPLES
@@ -92,7 +94,7 @@ class RankEngine:
         work = self.scheduler.propose()
         if self.poison:
             self._poison_stale()  # all blocks of a step are handed out by now, and none is written yet
-        self.desk.start_pulls()
+        self.desk.after_propose()
         return StepProposal(
             decode_tokens=work.decode_tokens,
             prefill_tokens=work.prefill_tokens,
@@ -101,6 +103,7 @@ class RankEngine:
             placement_epoch=0,
             membership_epoch=0,
             alive=(True,) * self.desk.identity.num_ranks,
+            chunk_tokens=self.budget.rows(work.decode_tokens) if self.budget else None,
             overlap_gain=round(1e6 * self.overlap.gain(work.decode_tokens + work.prefill_tokens)),
         )
 
@@ -112,7 +115,7 @@ class RankEngine:
         return agree(proposals, self.limits)
 
     def _forward(self, decision: StepDecision) -> Scheduled:
-        scheduled = self.scheduler.build(decision.token_level)
+        scheduled = self.scheduler.build(decision.token_level, decision.chunk_tokens)
         whole = scheduled.inputs
         parts = split.halves(whole) if decision.micro_batches == 2 else (whole,)
         contexts = [
@@ -154,15 +157,20 @@ class RankEngine:
             compute=busy - totals.waited,
             transport=totals.busy,
         )
-        self.desk.log.append(
-            step=self.step_number,
-            start=self.clock.start,
-            wall=wall,
-            phases=self.clock.seconds,
-            kv_used_blocks=self.scheduler.pool.num_used,
-            preemptions=self.scheduler.take_preemptions(),
-            **step_row(scheduled, decision, totals),
-        )
+        if self.budget is not None:
+            self.budget.observe(
+                decode_rows=decision.decode_rows, prefill_rows=decision.prefill_rows, seconds=wall
+            )
+        row = step_row(scheduled, decision, totals)
+        row |= {"wall": wall, "phases": self.clock.seconds, "preemptions": self.scheduler.take_preemptions()}
+        self.desk.tally.add(row, step_fill=decision.fill, chunk_tokens=decision.chunk_tokens)
+        if not self.desk.watched:
+            self.desk.log.append(
+                step=self.step_number,
+                start=self.clock.start,
+                kv_used_blocks=self.scheduler.pool.num_used,
+                **row,
+            )
 
     def _park(self) -> None:
         """Block until a message, a finished pull or a peer gives this rank something to do."""

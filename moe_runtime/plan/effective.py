@@ -47,6 +47,7 @@ class EffectiveScheduler:
     max_batch_tokens: int
     max_sequences: int
     chunk_tokens: int
+    chunk_budget: Literal["fixed", "tpot"]
     pipeline_depth: int
 
 
@@ -56,6 +57,7 @@ class EffectiveKVCache:
 
     block_tokens: int
     blocks: int
+    prefix_cache: bool
     dtype: str
 
 

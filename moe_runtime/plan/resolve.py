@@ -123,10 +123,14 @@ def _deployment(
             max_batch_tokens=d.scheduler.max_batch_tokens,
             max_sequences=d.scheduler.max_sequences,
             chunk_tokens=d.scheduler.chunk_tokens,
+            chunk_budget=d.scheduler.chunk_budget,
             pipeline_depth=settle(f"{at}.scheduler.pipeline_depth", d.scheduler.pipeline_depth, *depth),
         ),
         kv_cache=EffectiveKVCache(
-            block_tokens=d.kv_cache.block_tokens, blocks=d.kv_cache.blocks, dtype=kv_dtype
+            block_tokens=d.kv_cache.block_tokens,
+            blocks=d.kv_cache.blocks,
+            prefix_cache=d.kv_cache.prefix_cache,
+            dtype=kv_dtype,
         ),
         dispatch=EffectiveDispatch(
             backend=settle(f"{at}.dispatch.backend", d.dispatch.backend, *backend),

@@ -52,19 +52,28 @@ class AttentionSection(Section):
 
 
 class SchedulerSection(Section):
-    """Per rank: rows of a step, sequences at once, prefill rows of a step, steps in flight."""
+    """Per rank: rows of a step, sequences at once, prefill rows of a step, steps in flight.
+
+    `chunk_budget`: `tpot` takes fewer prefill rows while somebody decodes, so that a step keeps to
+    slo.tpot_ms by the measured cost of a row.
+    """
 
     max_batch_tokens: Tokens = 512
     max_sequences: Tokens = 32
     chunk_tokens: Tokens = 256
+    chunk_budget: Literal["fixed", "tpot"] = "fixed"
     pipeline_depth: Auto | Annotated[int, Ge(0), Le(1)] = "auto"
 
 
 class KVCacheSection(Section):
-    """Per rank: `blocks` blocks of `block_tokens` tokens."""
+    """Per rank: `blocks` blocks of `block_tokens` tokens.
+
+    `prefix_cache`: prompts that begin alike share the KV of what they have in common.
+    """
 
     block_tokens: Annotated[int, Ge(1), Le(256)] = 16
     blocks: Annotated[int, Ge(1), Le(2**28 - 1)] = 512
+    prefix_cache: bool = True
     dtype: Auto | WireDtype = "auto"
 
 

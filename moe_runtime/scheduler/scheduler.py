@@ -190,9 +190,13 @@ class Scheduler:
         self._decode = self.table.decode_rows()
         return Work(decode_tokens=len(self._decode), prefill_tokens=prefill)
 
-    def build(self, token_level: int) -> Scheduled:
-        """The rows of the step: all decode tokens, then prefill up to `token_level`."""
-        room = max(0, min(self.limits.chunk_tokens, token_level - len(self._decode)))
+    def build(self, token_level: int, chunk_tokens: int | None = None) -> Scheduled:
+        """The rows of the step: all decode tokens, then prefill up to `token_level`.
+
+        `chunk_tokens` bounds the prefill, the limits' own if None.
+        """
+        chunk = self.limits.chunk_tokens if chunk_tokens is None else chunk_tokens
+        room = max(0, min(chunk, token_level - len(self._decode)))
         chunks: list[tuple[int, int]] = []
         for row in self.table.prefill_rows():
             count = min(room, int(self.table.num_tokens[row] - self.table.num_computed[row]))

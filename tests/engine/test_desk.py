@@ -27,6 +27,7 @@ from moe_runtime.engine.messages import (
     ToRank,
     Wake,
 )
+from moe_runtime.engine.tally import Tally
 from moe_runtime.errors import LeaseExpired, RequestRefused
 from moe_runtime.report.records import StepLog
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -142,6 +143,7 @@ class Rank:
             leases=Leases(lease_seconds),
             pool=None,
             transport=self.transport if deployment == "decode" else None,
+            tally=Tally(1),
             structures=self.structures,  # type: ignore[arg-type]
         )
         self.give(Hello(frontend=0, address="frontend"))
@@ -152,7 +154,7 @@ class Rank:
 
     def step(self) -> None:
         work = self.scheduler.propose()
-        self.desk.start_pulls()
+        self.desk.after_propose()
         if work.decode_tokens or work.prefill_tokens:
             scheduled = self.scheduler.build(64)
             tokens = np.full(len(scheduled.sampled), 3, np.int32)
