@@ -36,7 +36,7 @@ class Steps:
 
     def __init__(self, checkpoint: Path, sequences: int, length: int) -> None:
         self.link = SlowLink(LocalBuffer(slots_per_rank=32), 0.0)
-        self.decoder = load_decoder(checkpoint, buffer=self.link)  # type: ignore[arg-type]
+        self.decoder = load_decoder(checkpoint, buffers={"normal": self.link})  # type: ignore[dict-item]
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(8, 500, (sequences, length), generator=generator).tolist()
         self.prompts = dict(enumerate(tokens))

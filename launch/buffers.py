@@ -1,9 +1,11 @@
-"""The dispatch buffer of a rank, by the backend's name in the effective plan."""
+"""The dispatch buffer of a rank, by the backend's name in the effective plan, and its dispatch modes."""
 
 import torch
 
+from moe_runtime.expert_parallel.buffer import Buffers
 from moe_runtime.expert_parallel.collective import CollectiveBuffer
 from moe_runtime.expert_parallel.local import LocalBuffer
+from moe_runtime.expert_parallel.masked import MaskedBuffer
 from moe_runtime.expert_parallel.payload import Payload
 from moe_runtime.expert_parallel.shm import ShmBuffer, ShmSizes
 from moe_runtime.plan.effective import EffectiveDeployment
@@ -21,7 +23,10 @@ def make_buffer(
     device: torch.device,
     timeout: float,
 ) -> RankBuffer:
-    """LOCAL for `local` and `shm` (which is then to be connected), COLLECTIVE for `torch`."""
+    """LOCAL for `local` and `shm` (which is then to be connected), COLLECTIVE for `torch`.
+
+    `model` is what the deployment serves: shared experts may be slots.
+    """
     dispatch = deployment.dispatch
     payload = None if dispatch.dtype == model.dtype else Payload(dispatch.dtype)
     if dispatch.backend == "local":
@@ -33,9 +38,16 @@ def make_buffer(
         num_ranks=deployment.expert_parallel,
         slots_per_rank=slots_per_rank,
         hidden=model.hidden,
-        top_k=model.moe.router.top_k,
+        top_k=model.moe.slots_per_token,
         max_tokens=dispatch.max_tokens,
         payload=Payload(dispatch.dtype),
         output_dtype=getattr(torch, model.dtype),
     )
     return ShmBuffer(sizes, rank=rank, timeout=timeout)
+
+
+def by_mode(buffer: RankBuffer, deployment: EffectiveDeployment) -> Buffers:
+    """What each dispatch mode of a deployment uses; rows of all modes travel through `buffer`."""
+    capacity = deployment.expert_parallel * deployment.dispatch.max_tokens
+    have: Buffers = {"normal": buffer, "low_latency": MaskedBuffer(buffer, capacity=capacity)}
+    return {mode: have[mode] for mode in deployment.dispatch.modes}

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from moe_runtime.checkpoint.reader import Checkpoint
@@ -9,7 +10,9 @@ from moe_runtime.models.families.registry import read_spec, skipped_tensor, tens
 from moe_runtime.plan.budget import MemoryBudget
 from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.plan.load import LoadedPlan, load_plan
+from moe_runtime.plan.problems import Problem
 from moe_runtime.plan.resolve import resolve
+from moe_runtime.plan.unavailable import unavailable_to_run
 from moe_runtime.plan.validate import validate
 from moe_runtime.report.machine import read_machine
 from moe_runtime.spec.model import ModelSpec
@@ -18,17 +21,20 @@ from moe_runtime.spec.weights import TensorTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """A plan that can run, and the model it runs."""
+    """A valid plan and the model it serves. `obstacles` keep it from running on this machine."""
 
     loaded: LoadedPlan
     effective: EffectivePlan
     model: ModelSpec
     targets: tuple[TensorTarget, ...]
     budgets: tuple[MemoryBudget, ...]
+    obstacles: tuple[Problem, ...]
 
 
-def preflight(plan_path: Path, overrides: Sequence[str], *, check_tensors: bool) -> Preflight:
-    """Raises UserError (PlanError, CheckpointError) for whatever cannot run.
+def preflight(
+    plan_path: Path, overrides: Sequence[str], *, check_tensors: bool, to_run: bool = True
+) -> Preflight:
+    """Raises UserError (PlanError, CheckpointError) for whatever is wrong, and `to_run` for obstacles.
 
     `check_tensors` also validates the headers of all weight files; ranks, whose launcher did so,
     leave it out.
@@ -39,8 +45,18 @@ def preflight(plan_path: Path, overrides: Sequence[str], *, check_tensors: bool)
     effective = resolve(loaded.plan, model)
     memory = read_machine(hardware="", device="").memory_bytes
     budgets = validate(loaded, effective, model, host_memory_bytes=memory)
+    obstacles = tuple(unavailable_to_run(effective, lambda package: find_spec(package) is not None))
+    if to_run:
+        loaded.raise_problems(obstacles)
     targets = tensor_targets(model)
     if check_tensors:
         with Checkpoint.open(Path(effective.model.path)) as checkpoint:
             checkpoint.validate(targets, lambda name: skipped_tensor(model, name))
-    return Preflight(loaded=loaded, effective=effective, model=model, targets=targets, budgets=budgets)
+    return Preflight(
+        loaded=loaded,
+        effective=effective,
+        model=model,
+        targets=targets,
+        budgets=budgets,
+        obstacles=obstacles,
+    )

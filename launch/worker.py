@@ -27,11 +27,12 @@ from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.shm import ShmBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.launch.agreement import Agreement, AgreementAddress
-from moe_runtime.launch.buffers import RankBuffer, make_buffer
+from moe_runtime.launch.buffers import RankBuffer, by_mode, make_buffer
 from moe_runtime.launch.place import Place
 from moe_runtime.launch.preflight import Preflight
 from moe_runtime.launch.sockets import inbox_address
 from moe_runtime.models.decoder import Decoder, build_decoder
+from moe_runtime.models.families.registry import tensor_targets
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.report.records import StepLog
 from moe_runtime.scheduler.budget import ChunkBudget
@@ -76,11 +77,12 @@ class Loaded:
 
 def load(flight: Preflight, place: Place) -> Loaded:
     """Build the decoder of a rank, read its weights, and allocate its KV cache."""
-    model, deployment = flight.model, place.deployment
+    deployment = place.deployment
+    model = deployment.served(flight.model)
     device = torch.device(flight.effective.cluster.device)
     placement = linear(
         num_layers=model.num_moe_layers,
-        num_experts=model.moe.num_experts,
+        num_experts=model.moe.slot_experts,
         num_ranks=place.num_ranks,
         redundant_experts=deployment.redundant_experts,
     )
@@ -92,7 +94,7 @@ def load(flight: Preflight, place: Place) -> Loaded:
     decoder = build_decoder(
         model,
         slots_per_rank=slots,
-        buffer=buffer,
+        buffers=by_mode(buffer, deployment),
         slot_tables=[table.layer(i) for i in range(model.num_moe_layers)],
         dtype=getattr(torch, model.dtype),
         device=device,
@@ -100,7 +102,7 @@ def load(flight: Preflight, place: Place) -> Loaded:
     with Checkpoint.open(Path(flight.effective.model.path)) as checkpoint:
         report = load_rank(
             checkpoint,
-            flight.targets,
+            tensor_targets(model),
             decoder.tensors(),
             lambda layer: placement.local_experts(layer, place.rank),
         )
@@ -118,7 +120,7 @@ def load(flight: Preflight, place: Place) -> Loaded:
         placement=placement,
         kv_cache=cache,
         pool=pool,
-        layout=fingerprint(digest(repr(model)), deployment.kv),
+        layout=fingerprint(digest(repr(flight.model)), deployment.kv),
         agreement=Agreement(place, STEP_TIMEOUT),
         dispatch_window=_dispatch_window(buffer, place) if place.leads else None,
         report=report,
@@ -219,6 +221,7 @@ def assemble(
             max_batch_tokens=s.max_batch_tokens,
             chunk_tokens=s.chunk_tokens,
             dispatch_max_tokens=deployment.dispatch.max_tokens,
+            dispatch_mode=deployment.dispatch.mode,
             micro_batches=deployment.overlap.micro_batches,
         ),
         meter=loaded.buffer.meter,

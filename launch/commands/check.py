@@ -9,9 +9,10 @@ from moe_runtime.plan.show import check_json, render_check
 
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> int:
-    flight = preflight(arguments.plan, arguments.overrides, check_tensors=True)
+    flight = preflight(arguments.plan, arguments.overrides, check_tensors=True, to_run=False)
+    checked = (flight.effective, flight.loaded, flight.model, flight.budgets, flight.obstacles)
     if arguments.json:
-        show(json.dumps(check_json(flight.effective, flight.loaded, flight.model, flight.budgets), indent=2))
+        show(json.dumps(check_json(*checked), indent=2))
     else:
-        show(render_check(flight.effective, flight.loaded, flight.model, flight.budgets))
+        show(render_check(*checked))
     return 0

@@ -62,8 +62,7 @@ def load_rank(
     for target in targets:
         places = _places(target, slots)
         if places != []:
-            loader.load(target, places)
-            needed += checkpoint.entries[target.source].nbytes
+            needed += loader.load(target, places)
     for name, layer in expert_parameters.items():
         loader.clear(name, slots[layer].get(-1, []))
     loader.check()
@@ -101,8 +100,11 @@ class _Loader:
         self._assigned: dict[str, NDArray[np.int8]] = {}
         self._loaded: list[tuple[str, Tensor]] = []
 
-    def load(self, target: TensorTarget, slots: Sequence[int] | None) -> None:
-        """Read a tensor into its rows; with `slots`, into the first of them, then copy to the others."""
+    def load(self, target: TensorTarget, slots: Sequence[int] | None) -> int:
+        """Read a tensor into its rows; with `slots`, into the first of them, then copy to the others.
+
+        Returns the bytes it takes as stored.
+        """
         if target.parameter not in self._parameters:
             raise CheckpointError(f"tensor {target.source}: the model has no parameter {target.parameter}")
         parameter = self._parameters[target.parameter]
@@ -111,10 +113,11 @@ class _Loader:
             rows = [self._claim(target, parameter, marks)]
         else:
             rows = [self._claim(target, parameter[slot], marks[slot]) for slot in slots]
-        self._read(self._checkpoint.entries[target.source], rows[0])
+        self._read(target, rows[0])
         for copy in rows[1:]:
             copy.copy_(rows[0])
         self._loaded.append((target.source, rows[0]))
+        return rows[0].numel() * self._checkpoint.entries[target.source].itemsize
 
     def clear(self, name: str, slots: Sequence[int]) -> None:
         """Zero the slots of a parameter that hold no expert."""
@@ -129,32 +132,47 @@ class _Loader:
 
     def _claim(self, target: TensorTarget, parameter: Tensor, marks: NDArray[np.int8]) -> Tensor:
         """The rows of `parameter` (or of one slot of it) that `target` fills, marked as assigned."""
-        start, stop = target.row_start, target.row_start + target.shape[0]
+        shape = target.used_shape
+        start, stop = target.row_start, target.row_start + shape[0]
         rows = parameter[start:stop]
         where = f"rows {start}:{stop} of parameter {target.parameter}"
-        if tuple(rows.shape) != target.shape:
-            shapes = f"{list(target.shape)} does not fit {where} {list(parameter.shape)}"
+        if tuple(rows.shape) != shape:
+            shapes = f"{list(shape)} does not fit {where} {list(parameter.shape)}"
             raise CheckpointError(f"tensor {target.source}: {shapes}")
         if marks[start:stop].any():
             raise CheckpointError(f"tensor {target.source}: {where} are assigned twice")
         marks[start:stop] += 1
         return rows
 
-    def _read(self, entry: TensorEntry, rows: Tensor) -> None:
-        """Fill `rows` straight from the file, or through a bounded scratch buffer if it must convert."""
+    def _read(self, target: TensorTarget, rows: Tensor) -> None:
+        """Fill `rows` with the part of the tensor that is used."""
+        entry = self._checkpoint.entries[target.source]
+        axis, start, _ = target.part or (0, 0, 0)
+        row_bytes = entry.nbytes // entry.shape[0]
+        if axis == 0:
+            self._read_run(entry, start * row_bytes, rows)
+            return
+        for n, row in enumerate(rows):
+            self._read_run(entry, n * row_bytes + start * entry.itemsize, row)
+
+    def _read_run(self, entry: TensorEntry, offset: int, rows: Tensor) -> None:
+        """Fill `rows` straight from the file, or through a bounded scratch buffer if it must convert.
+
+        They are stored one after the other from byte `offset` of the tensor on.
+        """
         source = _TORCH_DTYPES[entry.dtype]
         if rows.dtype == source and rows.device.type == "cpu" and rows.is_contiguous():
             # Viewed as bytes, since numpy has no bfloat16.
-            self._checkpoint.read_into(entry, rows.view(torch.uint8).numpy().reshape(-1).data)
+            self._checkpoint.read_into(entry, rows.view(torch.uint8).numpy().reshape(-1).data, offset)
             return
-        row_bytes = entry.nbytes // rows.shape[0]
+        row_bytes = rows[0].numel() * entry.itemsize
         step = min(rows.shape[0], max(1, SCRATCH_BYTES // row_bytes))
         if len(self._scratch) < step * row_bytes:
             self._scratch = bytearray(step * row_bytes)
         for first in range(0, rows.shape[0], step):
             part = rows[first : first + step]
             buffer = memoryview(self._scratch)[: part.shape[0] * row_bytes]
-            self._checkpoint.read_into(entry, buffer, first * row_bytes)
+            self._checkpoint.read_into(entry, buffer, offset + first * row_bytes)
             part.copy_(torch.frombuffer(buffer, dtype=source).view(part.shape))
 
     def check(self) -> None:

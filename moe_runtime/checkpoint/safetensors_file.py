@@ -32,6 +32,11 @@ class TensorEntry:
     offset: int
     nbytes: int
 
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a value."""
+        return ITEM_BYTES[self.dtype]
+
 
 def read_exactly(fd: int, buffer: memoryview, offset: int) -> None:
     """Fill `buffer` (bytes) from `offset` of a file. EOFError if the file ends before."""

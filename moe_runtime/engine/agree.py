@@ -16,6 +16,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.spec.limits import DispatchMode
+
 VERSION = 2
 FIXED_WORDS = 9
 _STOP = 1
@@ -112,12 +114,15 @@ class OverlapReason(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreeLimits:
-    """The plan's numbers that `agree` needs; the same on every rank of an instance."""
+    """What `agree` needs of the plan; the same on every rank of an instance.
+
+    dispatch_max_tokens  rows a rank sends in one dispatch round, whatever the mode
+    """
 
     max_batch_tokens: int
     chunk_tokens: int
     dispatch_max_tokens: int
-    low_latency_tokens: int = 0
+    dispatch_mode: DispatchMode | Literal["per_step"] = "normal"
     micro_batches: MicroBatches = 1
 
 
@@ -130,7 +135,7 @@ class StepDecision:
     decode_rows    of the rank that has most of them; `prefill_rows` likewise
     fill           rows of all ranks / (ranks x rows of the fullest): what lock-step makes of the step
     decode_only    no rank has prefill rows: decides the order of stages of two micro-batches
-    dispatch_mode  low_latency only if every rank is decode-only and within capacity
+    dispatch_mode  the plan's; per step: low_latency if every rank is decode-only and one round carries it
     rounds         dispatch rounds of each MoE layer, of at most `round_tokens` rows per rank
     micro_batches  1 or 2, and why
     """
@@ -142,7 +147,7 @@ class StepDecision:
     prefill_rows: int = 0
     fill: float = 1.0
     decode_only: bool = False
-    dispatch_mode: Literal["normal", "low_latency"] = "normal"
+    dispatch_mode: DispatchMode = "normal"
     rounds: int = 1
     round_tokens: int = 0
     micro_batches: int = 1
@@ -178,8 +183,8 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
     largest = max(rows)
     micro_batches, reason = _overlap(proposals, largest, limits)
     per_micro_batch = -(-largest // micro_batches)
+    rounds = max(1, -(-per_micro_batch // limits.dispatch_max_tokens))
     decode_only = not any(p.prefill_tokens for p in proposals)
-    low_latency = decode_only and largest <= limits.low_latency_tokens
     return StepDecision(
         kind=StepKind.FORWARD,
         token_level=level,
@@ -188,14 +193,20 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
         prefill_rows=max(r - p.decode_tokens for r, p in zip(rows, proposals, strict=True)),
         fill=sum(rows) / (len(rows) * largest) if largest else 1.0,
         decode_only=decode_only,
-        dispatch_mode="low_latency" if low_latency else "normal",
-        rounds=max(1, -(-per_micro_batch // limits.dispatch_max_tokens)),
+        dispatch_mode=_dispatch_mode(limits, fits=decode_only and rounds == 1),
+        rounds=rounds,
         round_tokens=limits.dispatch_max_tokens,
         micro_batches=micro_batches,
         overlap_reason=reason,
         placement_epoch=epoch,
         alive=alive,
     )
+
+
+def _dispatch_mode(limits: AgreeLimits, *, fits: bool) -> DispatchMode:
+    if limits.dispatch_mode == "per_step":
+        return "low_latency" if fits else "normal"
+    return limits.dispatch_mode
 
 
 def _overlap(

@@ -131,8 +131,9 @@ def _sample(decoder: Decoder, x_TH: Tensor, inputs: StepInputs) -> Samples:
 def warm_up(
     decoder: Decoder, kv_cache: list[Tensor], *, block_tokens: int, num_tokens: int, clock: Clock
 ) -> None:
-    """COLLECTIVE: two passes of prefill and decode rows in every dispatch mode over free KV blocks, so that the
-    first request pays for no lazy allocation, thread pool or communicator. Every rank passes the same numbers.
+    """COLLECTIVE: two passes of prefill and decode rows in every dispatch mode over free KV blocks, so that
+    the first request pays for no lazy allocation, thread pool or communicator. Every rank passes the same
+    numbers.
     """
     rows = min(num_tokens, block_tokens * len(kv_cache[0]) - 1)
     if rows < 1:

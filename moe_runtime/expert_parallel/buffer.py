@@ -5,14 +5,16 @@ it; between the two the other micro-batch may compute. N received rows, T tokens
 H hidden, s local slots.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from moe_runtime.spec.limits import DispatchMode
+
 CombineOrder = Literal["topk_fp32", "backend"]
-RowLayout = Literal["grouped", "masked"]
 Result = TypeVar("Result", covariant=True)
 
 SCALE_BLOCK = 128
@@ -90,6 +92,8 @@ class Sent(Protocol, Generic[Result]):
 class Buffer(Protocol):
     """COLLECTIVE: every rank of the instance makes the same calls in the same order.
 
+    A buffer has one row layout: that of the dispatch mode it serves (see `Buffers`).
+
     A backend declares `combine_order`: `topk_fp32` sums in top-k order in fp32, so results
     do not depend on placement or EP degree; `backend` sums in an order of its own.
     """
@@ -109,3 +113,8 @@ class Buffer(Protocol):
         y has the shape of `rows.x`; what it holds where `rows` has no valid row does not matter.
         """
         ...
+
+
+Buffers = Mapping[DispatchMode, Buffer]
+"""The buffers of an instance by the mode that all ranks agreed on for a step: GroupedRows in `normal`,
+MaskedRows in `low_latency`."""

@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import CombineOrder, RowLayout, Rows
+from moe_runtime.expert_parallel.buffer import CombineOrder, GroupedRows, Rows
 from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.expert_parallel.pairs import destinations, local_pairs, returning_rows
 from moe_runtime.expert_parallel.payload import Payload
 from moe_runtime.expert_parallel.roll_call import NO_CALL, Call, NoCall, RollCall
-from moe_runtime.expert_parallel.rows import arrange, outputs
 from moe_runtime.expert_parallel.where import Where
 from moe_runtime.kernels.registry import Kernel, select
 from moe_runtime.shared_memory import Window, WindowAddress
@@ -82,7 +81,7 @@ class _Dispatch:
     slot_ids_TK: Tensor
     weights_TK: Tensor
 
-    def wait(self) -> Rows:
+    def wait(self) -> GroupedRows:
         return self.buffer._unpack(self, self.transfer.wait())
 
 
@@ -101,7 +100,7 @@ class _Combine:
 class CollectiveBuffer:
     """COLLECTIVE: see `buffer.Buffer`. `group` None is the default process group.
 
-    `payload` None sends rows in their own dtype. `max_tokens` is needed for the masked layout only.
+    `payload` None sends rows in their own dtype.
     The group's timeout is the deadline of every wait; `connect` makes errors name who is missing.
     """
 
@@ -112,8 +111,6 @@ class CollectiveBuffer:
         *,
         slots_per_rank: int,
         payload: Payload | None = None,
-        layout: RowLayout = "grouped",
-        max_tokens: int = 0,
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
@@ -123,7 +120,6 @@ class CollectiveBuffer:
         self._ranks = dist.get_world_size(group)
         self._slots = slots_per_rank
         self._payload = payload
-        self._capacity = self._ranks * max_tokens if layout == "masked" else None
         self._unpermute = select("unpermute", device.type if device else "cpu")
         self._roll: RollCall | None = None
 
@@ -158,10 +154,10 @@ class CollectiveBuffer:
         self.meter.totals.bytes_dispatched += away * messages.shape[1] + 8 * (self._ranks - 1)
         return _Dispatch(self, transfer, receive_splits, x_TH.dtype, x_TH.shape[1], slot_ids_TK, weights_TK)
 
-    def combine(self, y: Tensor, rows: Rows) -> _Combine:
+    def combine(self, y_NH: Tensor, rows: Rows) -> _Combine:
         """Bring the outputs of `rows` back to where they came from."""
         state: _State = rows.state
-        back_NH = outputs(y, rows).index_select(0, state.back_N)
+        back_NH = y_NH.index_select(0, state.back_N)
         rows_TK = returning_rows(state.slot_ids_TK, slots_per_rank=self._slots)
         ranks_P = torch.div(state.slot_ids_TK, self._slots, rounding_mode="floor").reshape(-1) + 1
         come_splits = torch.bincount(ranks_P, minlength=self._ranks + 1)[1:].tolist()
@@ -182,7 +178,7 @@ class CollectiveBuffer:
             start += size
         return messages
 
-    def _unpack(self, sent: _Dispatch, messages: Tensor) -> Rows:
+    def _unpack(self, sent: _Dispatch, messages: Tensor) -> GroupedRows:
         """Messages uint8 [V, message bytes] to rows in order (slot, source rank, token)."""
         K, H = sent.slot_ids_TK.shape[1], sent.hidden
         dtype = sent.x_dtype if self._payload is None else self._payload.torch_dtype
@@ -206,5 +202,4 @@ class CollectiveBuffer:
         )
         self.meter.totals.received_rows.append(len(row_N))
         starts_s = (counts_s.cumsum(0) - counts_s).to(torch.int32)
-        counts_s = counts_s.to(torch.int32)
-        return arrange(x_NH, scales_NB, starts_s, counts_s, capacity=self._capacity, state=state)
+        return GroupedRows(x_NH, starts_s, counts_s.to(torch.int32), None, state, scales_NB)

@@ -6,10 +6,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import CombineOrder, RowLayout, Rows
+from moe_runtime.expert_parallel.buffer import CombineOrder, GroupedRows, Rows
 from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.expert_parallel.payload import Payload
-from moe_runtime.expert_parallel.rows import arrange, outputs
 from moe_runtime.kernels.registry import Kernel, select
 
 
@@ -21,9 +20,9 @@ class _State:
 
 @dataclass(slots=True)
 class _Dispatched:
-    rows: Rows
+    rows: GroupedRows
 
-    def wait(self) -> Rows:
+    def wait(self) -> GroupedRows:
         return self.rows
 
 
@@ -42,7 +41,7 @@ class LocalBuffer:
     """LOCAL: see `buffer.Buffer`; the arithmetic is that of every `topk_fp32` backend, bit for bit.
 
     `payload`: rows are converted as they would be for sending, so that results do not depend on the
-    EP degree; None leaves them as they are. `max_tokens` is needed for the masked layout only.
+    EP degree; None leaves them as they are.
     """
 
     combine_order: ClassVar[CombineOrder] = "topk_fp32"
@@ -52,14 +51,11 @@ class LocalBuffer:
         *,
         slots_per_rank: int,
         payload: Payload | None = None,
-        layout: RowLayout = "grouped",
-        max_tokens: int = 0,
         device: torch.device | None = None,
     ) -> None:
         self.meter = TransportMeter()
         self._slots = slots_per_rank
         self._payload = payload
-        self._capacity = max_tokens if layout == "masked" else None
         kind = device.type if device else "cpu"
         self._permute, self._unpermute = select("permute", kind), select("unpermute", kind)
 
@@ -71,9 +67,8 @@ class LocalBuffer:
             x_NH, scales_NB = self._payload.encode(x_NH)
         self.meter.totals.received_rows.append(len(x_NH))
         state = _State(rows_TK, weights_TK)
-        rows = arrange(x_NH, scales_NB, starts_s, counts_s, capacity=self._capacity, state=state)
-        return _Dispatched(rows)
+        return _Dispatched(GroupedRows(x_NH, starts_s, counts_s, None, state, scales_NB))
 
-    def combine(self, y: Tensor, rows: Rows) -> _Combined:
-        """The weighted sum of `y`."""
-        return _Combined(outputs(y, rows), rows.state, self._unpermute)
+    def combine(self, y_NH: Tensor, rows: Rows) -> _Combined:
+        """The weighted sum of `y_NH`."""
+        return _Combined(y_NH, rows.state, self._unpermute)

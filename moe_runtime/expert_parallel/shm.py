@@ -23,12 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import CombineOrder, RowLayout, Rows
+from moe_runtime.expert_parallel.buffer import CombineOrder, GroupedRows, Rows
 from moe_runtime.expert_parallel.mailbox import Mailbox, Transfer
 from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.expert_parallel.pairs import weighted_sum
 from moe_runtime.expert_parallel.payload import Payload
-from moe_runtime.expert_parallel.rows import arrange, outputs
 from moe_runtime.expert_parallel.where import Where
 from moe_runtime.shared_memory import CACHE_LINE, Window, WindowAddress
 
@@ -90,19 +89,11 @@ class ShmBuffer:
 
     combine_order: ClassVar[CombineOrder] = "topk_fp32"
 
-    def __init__(
-        self,
-        sizes: ShmSizes,
-        *,
-        rank: int,
-        timeout: float,
-        layout: RowLayout = "grouped",
-    ) -> None:
+    def __init__(self, sizes: ShmSizes, *, rank: int, timeout: float) -> None:
         self.sizes = sizes
         self.meter = TransportMeter()
         self._rank, self._timeout = rank, timeout
         self._token_M1 = np.arange(sizes.max_tokens)[:, None]
-        self._capacity = sizes.num_ranks * sizes.max_tokens if layout == "masked" else None
         self._mailbox: Mailbox
         self._halves: list[_Half]
 
@@ -142,17 +133,17 @@ class ShmBuffer:
         self._count_dispatched(slots_TK)
         return _Dispatch(self, transfer, half, slots_TK, weights_TK, transfer.posted_at - began)
 
-    def combine(self, y: Tensor, rows: Rows) -> "_Combine":
+    def combine(self, y_NH: Tensor, rows: Rows) -> "_Combine":
         """All outputs are at their destination on return; the sum is the work of `wait`."""
         began = time.monotonic()
         state: _State = rows.state
         transfer = self._mailbox.begin("combine")
         half = self._halves[transfer.half]
-        half.return_rows(outputs(y, rows), state)
+        half.return_rows(y_NH, state)
         transfer.post()
         away = len(state.rank_N) - int(np.count_nonzero(state.rank_N == self._rank))
         self.meter.totals.bytes_combined += away * self.sizes.output_bytes
-        return _Combine(self, transfer, half, state, y.dtype, transfer.posted_at - began)
+        return _Combine(self, transfer, half, state, y_NH.dtype, transfer.posted_at - began)
 
     def _count_dispatched(self, slots_TK: Indices) -> None:
         """What leaves this rank: a row per (token, other rank), and the slot ids to every other rank."""
@@ -208,7 +199,7 @@ class _Dispatch:
     weights_TK: Tensor
     copying: float
 
-    def wait(self) -> Rows:
+    def wait(self) -> GroupedRows:
         buffer = self.buffer
         arrived = buffer._arrived(self.transfer, self.copying)
         first = buffer._rank * buffer.sizes.slots_per_rank
@@ -219,7 +210,7 @@ class _Dispatch:
         state = _State(rank_N, token_N, k_N, self.slots_TK, self.weights_TK)
         starts = torch.from_numpy((counts_s.cumsum() - counts_s).astype(np.int32))
         counts = torch.from_numpy(counts_s.astype(np.int32))
-        return arrange(x_NH, scales_NB, starts, counts, capacity=buffer._capacity, state=state)
+        return GroupedRows(x_NH, starts, counts, None, state, scales_NB)
 
 
 @dataclass(slots=True)

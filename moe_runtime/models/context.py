@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from moe_runtime.spec.limits import DispatchMode
+
 
 class Clock(Protocol):
     """Exclusive phase times of a step: `enter` ends the current phase and begins another.
@@ -59,6 +61,7 @@ class StepContext:
     segments         the prefill rows, in row order
     kv_cache         per layer [num_blocks, block_tokens, entry]
     clock            phases: attention, routing, dispatch, experts, combine, other
+    dispatch_mode    whose buffer the MoE layers use, agreed by all ranks
     rounds           dispatch rounds, agreed by all ranks (>= 1)
     round_tokens     rows per round
     memo             what one layer works out and the others reuse (positions' cos and sin, gather plans)
@@ -76,6 +79,7 @@ class StepContext:
     clock: Clock
     rounds: int
     round_tokens: int
+    dispatch_mode: DispatchMode = "normal"
     memo: dict[str, Any] = field(default_factory=dict)
 
     @property

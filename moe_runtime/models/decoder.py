@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moe_runtime.expert_parallel.buffer import Buffer
+from moe_runtime.expert_parallel.buffer import Buffers
 from moe_runtime.kernels import registry
 from moe_runtime.kernels.registry import Kernels
 from moe_runtime.models.context import StepContext
@@ -18,6 +18,7 @@ from moe_runtime.models.layer import DecoderLayer, DenseLayer, MoeLayer, SlotCho
 from moe_runtime.models.ops import Ops
 from moe_runtime.models.parameters import Weight
 from moe_runtime.models.rope import Rope
+from moe_runtime.spec.limits import DispatchMode
 from moe_runtime.spec.model import ModelSpec
 
 
@@ -30,19 +31,24 @@ class Embedding(Weight):
 
 
 class Decoder(nn.Module):
-    """`embed(step)`, then each of `layers` (generators, driven by the engine), then `logits`."""
+    """`embed(step)`, then each of `layers` (generators, driven by the engine), then `logits`.
+
+    Steps may have any of `dispatch_modes`.
+    """
 
     def __init__(
         self,
         spec: ModelSpec,
         layers: Sequence[DecoderLayer],
         *,
+        dispatch_modes: tuple[DispatchMode, ...],
         ops: Ops,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.spec, self._ops, self._prepared = spec, ops, False
+        self.spec, self.dispatch_modes = spec, dispatch_modes
+        self._ops, self._prepared = ops, False
         self.embed = Embedding(spec.vocab_size, spec.hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList(layers)
         self.norm = Weight(spec.hidden, dtype=dtype, device=device)
@@ -85,7 +91,7 @@ def build_decoder(
     spec: ModelSpec,
     *,
     slots_per_rank: int,
-    buffer: Buffer,
+    buffers: Buffers,
     slot_tables: Sequence[SlotChooser],
     dtype: torch.dtype,
     device: torch.device,
@@ -109,7 +115,7 @@ def build_decoder(
                 spec,
                 layer,
                 slots_per_rank=slots_per_rank,
-                buffer=buffer,
+                buffers=buffers,
                 slots=slot_tables[spec.moe_layers.index(layer)],
                 rope=rope,
                 ops=ops,
@@ -117,4 +123,5 @@ def build_decoder(
                 device=device,
             )
         )
-    return Decoder(spec, layers, ops=ops, dtype=dtype, device=device)
+    modes = tuple(buffers)
+    return Decoder(spec, layers, dispatch_modes=modes, ops=ops, dtype=dtype, device=device)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.expert_parallel.buffer import Buffer
+from moe_runtime.expert_parallel.buffer import Buffers
 from moe_runtime.models.attention.gqa import GqaAttention
 from moe_runtime.models.attention.mla import MlaAttention
 from moe_runtime.models.context import StepContext
@@ -99,7 +99,7 @@ class MoeLayer(DecoderLayer):
         layer: int,
         *,
         slots_per_rank: int,
-        buffer: Buffer,
+        buffers: Buffers,
         slots: SlotChooser,
         rope: Rope,
         ops: Ops,
@@ -107,7 +107,7 @@ class MoeLayer(DecoderLayer):
         device: torch.device,
     ) -> None:
         super().__init__(spec, layer, rope=rope, ops=ops, dtype=dtype, device=device)
-        self._buffer, self._slots = buffer, slots
+        self._by_mode, self._slots = buffers, slots
         self.moe = MoeBlock(spec, slots_per_rank=slots_per_rank, ops=ops, dtype=dtype, device=device)
 
     def prepare(self) -> None:
@@ -115,7 +115,7 @@ class MoeLayer(DecoderLayer):
         self.moe.prepare()
 
     def forward(self, x_TH: Tensor, step: StepContext) -> Stages:
-        clock, moe = step.clock, self.moe
+        clock, moe, buffer = step.clock, self.moe, self._by_mode[step.dispatch_mode]
         clock.enter("attention")
         q = self.attention.project(self._norm(x_TH, self.input_norm), step)
         yield
@@ -129,7 +129,7 @@ class MoeLayer(DecoderLayer):
             # Pair indices restart per dispatch, so slots are chosen per round.
             slot_ids_TK = self._slots.choose(route.expert_ids_TK[part], step)
             clock.enter("dispatch")
-            dispatched = self._buffer.dispatch(h_TH[part], slot_ids_TK, route.weights_TK[part])
+            dispatched = buffer.dispatch(h_TH[part], slot_ids_TK, route.weights_TK[part])
             yield
             clock.enter("experts")
             if index == 0 and moe.shared_experts is not None:  # hidden behind the dispatch
@@ -138,9 +138,9 @@ class MoeLayer(DecoderLayer):
             clock.enter("dispatch")
             rows = dispatched.wait()
             clock.enter("experts")
-            y_NH = moe.experts(rows)
+            y = moe.experts(rows)
             clock.enter("combine")
-            combined = self._buffer.combine(y_NH, rows)
+            combined = buffer.combine(y, rows)
             yield
             clock.enter("combine")
             x_TH[part] += combined.wait()

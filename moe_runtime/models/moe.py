@@ -23,7 +23,7 @@ class Route(NamedTuple):
 
 
 class Router(nn.Module):
-    """Scores in fp32, whatever the model's dtype."""
+    """Scores in fp32, whatever the model's dtype. Every token also chooses the shared experts in slots."""
 
     correction_bias: Tensor | None
 
@@ -38,6 +38,7 @@ class Router(nn.Module):
             if r.correction_bias
             else None
         )
+        self._shared_1K = torch.arange(moe.num_experts, moe.slot_experts, device=device)[None]
         self._how = {
             "top_k": r.top_k,
             "scoring": r.scoring,
@@ -54,9 +55,16 @@ class Router(nn.Module):
         self.weight.data = self._ops.pack(self.weight.data.float())
 
     def forward(self, h_TH: Tensor) -> Route:
-        """Experts and weights of each row."""
+        """Experts and weights of each row: top-k, then the shared experts in slots with weight 1."""
         logits_TE = self._ops.linear(h_TH.float(), self.weight.float())
-        return Route(*self._ops.route(logits_TE, self.correction_bias, **self._how))
+        route = Route(*self._ops.route(logits_TE, self.correction_bias, **self._how))
+        T, shared = h_TH.shape[0], self._shared_1K.shape[1]
+        if not shared:
+            return route
+        return Route(
+            torch.cat([route.expert_ids_TK, self._shared_1K.expand(T, shared)], 1),
+            torch.cat([route.weights_TK, route.weights_TK.new_ones(T, shared)], 1),
+        )
 
 
 class Experts(nn.Module):

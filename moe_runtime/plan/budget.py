@@ -12,6 +12,7 @@ from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan
 from moe_runtime.spec.bytes import (
     all_to_all_dispatch_bytes,
     local_dispatch_bytes,
+    masked_rows_bytes,
     replicated_weight_bytes,
     shared_memory_dispatch_bytes,
     slot_bytes,
@@ -68,8 +69,9 @@ def memory_per_rank(
     effective: EffectivePlan, deployment: EffectiveDeployment, model: ModelSpec
 ) -> MemoryBudget:
     """The budget of one rank of a deployment. KV, weights and slots are exact."""
+    model = deployment.served(model)
     dtype, kv = effective.model.dtype, deployment.kv_cache
-    own_slots = slots_per_rank(model.moe.num_experts, 0, deployment.expert_parallel)
+    own_slots = slots_per_rank(model.moe.slot_experts, 0, deployment.expert_parallel)
     slot = slot_bytes(model, dtype)
     context = min(kv.blocks * kv.block_tokens, model.max_positions)
     return MemoryBudget(
@@ -110,27 +112,28 @@ def largest_term(budgets: Sequence[MemoryBudget], ranks: Sequence[int]) -> tuple
 
 
 def _dispatch_bytes(deployment: EffectiveDeployment, model: ModelSpec, dtype: str) -> int:
-    top_k, tokens = model.moe.router.top_k, deployment.dispatch.max_tokens
-    if deployment.dispatch.backend == "local":
-        return local_dispatch_bytes(
+    """DeepEP has a buffer per mode; other backends spread low-latency rows that they have received."""
+    ranks, slots, dispatch = deployment.expert_parallel, deployment.slots_per_rank, deployment.dispatch
+    if dispatch.backend == DEEPEP:
+        buffers = registered_bytes(dispatch, hidden=model.hidden, slots=deployment.num_slots, ranks=ranks)
+        return sum(buffers.values())
+    tokens, top_k = dispatch.max_tokens, model.moe.slots_per_token
+    row, output_row = wire_row_bytes(model.hidden, dispatch.dtype), wire_row_bytes(model.hidden, dtype)
+    masked = 0
+    if "low_latency" in dispatch.modes:
+        masked = masked_rows_bytes(
+            max_tokens=tokens, ranks=ranks, local_slots=slots, dispatch_row=row, combine_row=output_row
+        )
+    if dispatch.backend == "local":
+        return masked + local_dispatch_bytes(
             max_tokens=tokens, top_k=top_k, hidden=model.hidden, dtype_bytes=DTYPE_BYTES[dtype]
         )
-    if deployment.dispatch.backend == DEEPEP:
-        buffers = registered_bytes(
-            deployment.name,
-            hidden=model.hidden,
-            slots=deployment.num_slots,
-            ranks=deployment.expert_parallel,
-            max_tokens=tokens,
-        )
-        return sum(buffers.values())
-    shared = deployment.dispatch.backend == "shm"
-    formula = shared_memory_dispatch_bytes if shared else all_to_all_dispatch_bytes
-    return formula(
+    formula = shared_memory_dispatch_bytes if dispatch.backend == "shm" else all_to_all_dispatch_bytes
+    return masked + formula(
         max_tokens=tokens,
         top_k=top_k,
-        ranks=deployment.expert_parallel,
-        local_slots=deployment.slots_per_rank,
-        dispatch_row=wire_row_bytes(model.hidden, deployment.dispatch.dtype),
-        combine_row=wire_row_bytes(model.hidden, dtype),
+        ranks=ranks,
+        local_slots=slots,
+        dispatch_row=row,
+        combine_row=output_row,
     )

@@ -1,24 +1,43 @@
-"""What DeepEP means for a deployment of a plan: which of its modes run, their limits and buffers.
+"""What DeepEP means for a deployment of a plan: the limits of its modes, rows per rank, buffers.
 
-Owns the mapping of deployments to modes. Prefill runs normal mode, decode low-latency mode (EP degrees
-above 160 exist there only), a unified deployment has both and chooses per step.
+A deployment's dispatch modes are DeepEP's modes. By role: prefill runs normal mode, decode low-latency mode
+(EP degrees above 160 exist there only), a unified deployment has both and chooses per step.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import gcd
 from types import MappingProxyType
 
+from moe_runtime.plan.effective import EffectiveDispatch, ModeChoice
+from moe_runtime.plan.schema import DeploymentName
 from moe_runtime.spec.bytes import low_latency_buffer_bytes, normal_buffer_bytes
-from moe_runtime.spec.limits import DispatchSizes, Violation, violations
+from moe_runtime.spec.limits import DOCUMENTED_LOW_LATENCY_TOKENS, DispatchSizes, Violation, violations
 
 BACKEND = "deepep"
-MODES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "prefill": ("deepep_normal",),
-        "decode": ("deepep_low_latency",),
-        "unified": ("deepep_normal", "deepep_low_latency"),
-    }
+PACKAGE = "deep_ep"
+MODE_OF_ROLE: Mapping[DeploymentName, ModeChoice] = MappingProxyType(
+    {"prefill": "normal", "decode": "low_latency", "unified": "per_step"}
 )
+_ROWS_UNIT = 4
+
+
+def auto_max_tokens(
+    mode: ModeChoice, *, ranks: int, max_sequences: int, max_batch_tokens: int
+) -> tuple[int, str]:
+    """(rows of a rank per round, why).
+
+    Low-latency buffers are as large as these rows, used or not: what all sequences of a rank decode, below
+    the 256 of DeepEP's documentation and with ranks x rows a multiple of 4; more rows go out in rounds.
+    """
+    if mode == "normal":
+        return max_batch_tokens, "max_batch_tokens"
+    name, wanted = "max_sequences", max_sequences
+    if mode == "per_step":
+        name, wanted = "max_batch_tokens", max_batch_tokens
+    unit = _ROWS_UNIT // gcd(ranks, _ROWS_UNIT)
+    most = DOCUMENTED_LOW_LATENCY_TOKENS // unit * unit
+    return min(-(-wanted // unit) * unit, most), f"{name}, at most {most} in low-latency mode"
 
 
 def dtype_problem(model_dtype: str, dispatch_dtype: str) -> str:
@@ -29,24 +48,22 @@ def dtype_problem(model_dtype: str, dispatch_dtype: str) -> str:
     return ""
 
 
-def mode_violations(deployment: str, sizes: DispatchSizes, *, dtype: str) -> Iterator[tuple[str, Violation]]:
-    """(mode, limit broken) of every mode that a deployment needs, `hard` and `tested` ones."""
-    value_bytes = 1 if dtype == "float8_e4m3" else 2
+def mode_violations(dispatch: EffectiveDispatch, sizes: DispatchSizes) -> Iterator[tuple[str, Violation]]:
+    """(mode, limit broken) of every mode that a deployment may run, `hard` and `tested` ones."""
+    value_bytes = 1 if dispatch.dtype == "float8_e4m3" else 2
     values_only = replace(sizes, row_bytes=sizes.hidden * value_bytes)
-    for mode in MODES[deployment]:
-        for violation in violations(mode, values_only):
-            yield mode, violation
+    for mode in dispatch.modes:
+        for violation in violations(f"deepep_{mode}", values_only):
+            yield f"deepep_{mode}", violation
 
 
-def registered_bytes(
-    deployment: str, *, hidden: int, slots: int, ranks: int, max_tokens: int
-) -> dict[str, int]:
+def registered_bytes(dispatch: EffectiveDispatch, *, hidden: int, slots: int, ranks: int) -> dict[str, int]:
     """Bytes of DeepEP's registered buffers per mode, from physical slots. KeyError for ranks without a
     configuration in normal mode, which its limits refuse."""
-    sizes = {}
-    for mode in MODES[deployment]:
-        if mode == "deepep_normal":
+    sizes: dict[str, int] = {}
+    for mode in dispatch.modes:
+        if mode == "normal":
             sizes[mode] = sum(normal_buffer_bytes(hidden=hidden, ranks=ranks))
         else:
-            sizes[mode] = low_latency_buffer_bytes(max_tokens=max_tokens, hidden=hidden, slots=slots)
+            sizes[mode] = low_latency_buffer_bytes(max_tokens=dispatch.max_tokens, hidden=hidden, slots=slots)
     return sizes

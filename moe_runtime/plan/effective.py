@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 from moe_runtime.plan.schema import DeploymentName
 from moe_runtime.spec.kv import KVSpec
+from moe_runtime.spec.limits import DISPATCH_MODES, DispatchMode
+from moe_runtime.spec.model import ModelSpec, serve_shared_in_slots
 
 MicroBatches = Literal["per_step"] | int
+ModeChoice = DispatchMode | Literal["per_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +69,12 @@ class EffectiveDispatch:
     backend: str
     dtype: str
     max_tokens: int
+    mode: ModeChoice
+
+    @property
+    def modes(self) -> tuple[DispatchMode, ...]:
+        """What a step may run in."""
+        return DISPATCH_MODES if self.mode == "per_step" else (self.mode,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +123,10 @@ class EffectiveDeployment:
     def num_slots(self) -> int:
         """S: slots of one instance, per MoE layer."""
         return self.expert_parallel * self.slots_per_rank
+
+    def served(self, model: ModelSpec) -> ModelSpec:
+        """The model as this deployment holds it. ValueError as `serve_shared_in_slots`."""
+        return serve_shared_in_slots(model) if self.shared_experts == "slots" else model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

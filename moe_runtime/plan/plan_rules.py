@@ -13,10 +13,9 @@ from moe_runtime.spec.hardware import HARDWARE
 def plan_problems(plan: Plan) -> Iterator[Problem]:
     """Everything wrong with a well-formed plan, in the order of its sections."""
     dtype = None if plan.model.dtype == "auto" else plan.model.dtype
-    refused = list(unavailable(plan, tuple(plan.deployments.items()), dtype))
-    yield from refused
+    yield from unavailable(plan, tuple(plan.deployments.items()), dtype)
     yield from _text(plan)
-    yield from _hardware(plan, device_works=all(p.path != ("cluster", "device") for p in refused))
+    yield from _hardware(plan)
     names = list(_deployment_names(plan))
     yield from names or _ranks(plan)
     for name, deployment in plan.deployments.items():
@@ -35,14 +34,14 @@ def _text(plan: Plan) -> Iterator[Problem]:
             yield Problem(path=path, text="has unprintable characters", value=value, hint="leave them out")
 
 
-def _hardware(plan: Plan, *, device_works: bool) -> Iterator[Problem]:
+def _hardware(plan: Plan) -> Iterator[Problem]:
     name = plan.cluster.hardware
     path = ("cluster", "hardware")
     if name not in HARDWARE:
         near = get_close_matches(name[:80], HARDWARE, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(HARDWARE)
         yield Problem(path=path, text="is not a known hardware entry", value=name, hint=hint)
-    elif device_works and HARDWARE[name].device != plan.cluster.device:
+    elif HARDWARE[name].device != plan.cluster.device:
         fitting = [h.name for h in HARDWARE.values() if h.device == plan.cluster.device]
         yield Problem(
             path=path,

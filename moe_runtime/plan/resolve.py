@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Literal, TypeVar
 
+from moe_runtime.plan import deepep
 from moe_runtime.plan.effective import (
     EffectiveAttention,
     EffectiveBalancing,
@@ -24,13 +25,14 @@ from moe_runtime.plan.effective import (
     EffectiveSlo,
     InstancePlan,
     MicroBatches,
+    ModeChoice,
 )
 from moe_runtime.plan.keys import DEPLOYMENTS
 from moe_runtime.plan.plan_rules import total_ranks
 from moe_runtime.plan.schema import DeploymentName, DeploymentSection, Plan
 from moe_runtime.spec.bytes import slots_per_rank, surplus_slots
 from moe_runtime.spec.kv import kv_spec
-from moe_runtime.spec.model import ModelSpec
+from moe_runtime.spec.model import ModelSpec, serve_shared_in_slots
 
 T = TypeVar("T", bound=int | str)
 
@@ -110,9 +112,8 @@ def _deployment(
     alone = d.expert_parallel == 1
     overlap: MicroBatches = 1 if alone else "per_step"
     why = "one rank: no transport to hide" if alone else "decided by measured times"
-    backend = _backend(d, device, one_node=one_node)
     kv_dtype = settle(f"{at}.kv_cache.dtype", d.kv_cache.dtype, dtype, "model.dtype")
-    num_experts = model.moe.num_experts
+    num_experts = _slot_experts(d, model)
     return EffectiveDeployment(
         name=name,
         instances=d.instances,
@@ -132,16 +133,7 @@ def _deployment(
             prefix_cache=d.kv_cache.prefix_cache,
             dtype=kv_dtype,
         ),
-        dispatch=EffectiveDispatch(
-            backend=settle(f"{at}.dispatch.backend", d.dispatch.backend, *backend),
-            dtype=settle(f"{at}.dispatch.dtype", d.dispatch.dtype, dtype, "model.dtype"),
-            max_tokens=settle(
-                f"{at}.dispatch.max_tokens",
-                d.dispatch.max_tokens,
-                d.scheduler.max_batch_tokens,
-                "max_batch_tokens",
-            ),
-        ),
+        dispatch=_dispatch(name, d, dtype, _backend(d, device, one_node=one_node), settle),
         overlap=EffectiveOverlap(
             micro_batches=settle(f"{at}.overlap.micro_batches", d.overlap.micro_batches, overlap, why)
         ),
@@ -153,6 +145,39 @@ def _deployment(
         kv=kv_spec(model, block_tokens=d.kv_cache.block_tokens, dtype=kv_dtype),
         nodes=d.instances * d.expert_parallel / ranks_per_node,
     )
+
+
+def _dispatch(
+    name: DeploymentName, d: DeploymentSection, dtype: str, auto_backend: tuple[str, str], settle: _Settler
+) -> EffectiveDispatch:
+    at, given = f"{DEPLOYMENTS}.{name}.dispatch", d.dispatch
+    backend = settle(f"{at}.backend", given.backend, *auto_backend)
+    auto_mode: tuple[ModeChoice, str] = "normal", "no graphs need static shapes"
+    if backend == deepep.BACKEND:
+        auto_mode = deepep.MODE_OF_ROLE[name], f"DeepEP's for {name}"
+    mode = settle(f"{at}.mode", given.mode, *auto_mode)
+    tokens = d.scheduler.max_batch_tokens, "max_batch_tokens"
+    if backend == deepep.BACKEND:
+        tokens = deepep.auto_max_tokens(
+            mode,
+            ranks=d.expert_parallel,
+            max_sequences=d.scheduler.max_sequences,
+            max_batch_tokens=d.scheduler.max_batch_tokens,
+        )
+    return EffectiveDispatch(
+        backend=backend,
+        dtype=settle(f"{at}.dtype", given.dtype, dtype, "model.dtype"),
+        max_tokens=settle(f"{at}.max_tokens", given.max_tokens, *tokens),
+        mode=mode,
+    )
+
+
+def _slot_experts(d: DeploymentSection, model: ModelSpec) -> int:
+    """Experts that sit in slots; shared ones that are no whole experts (which `validate` refuses) do not."""
+    moe = model.moe
+    if d.shared_experts == "replicated" or moe.shared_intermediate % moe.intermediate:
+        return moe.num_experts
+    return serve_shared_in_slots(model).moe.slot_experts
 
 
 def _backend(d: DeploymentSection, device: str, *, one_node: bool) -> tuple[str, str]:

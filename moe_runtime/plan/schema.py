@@ -78,11 +78,14 @@ class KVCacheSection(Section):
 
 
 class DispatchSection(Section):
-    """`max_tokens`: rows a rank sends in one dispatch round."""
+    """`max_tokens`: rows a rank sends in one dispatch round. `mode`: how rows travel; `per_step`: low-latency
+    where every rank only decodes and one round carries its rows.
+    """
 
     backend: Auto | Literal["local", "torch", "shm", "deepep"] = "auto"
     dtype: Auto | WireDtype = "auto"
     max_tokens: Auto | Tokens = "auto"
+    mode: Auto | Literal["normal", "low_latency", "per_step"] = "auto"
 
 
 class OverlapSection(Section):

@@ -9,10 +9,12 @@ from textwrap import wrap
 from typing import Any
 
 from moe_runtime.plan.budget import MemoryBudget
+from moe_runtime.plan.deepep import BACKEND as DEEPEP
+from moe_runtime.plan.deepep import registered_bytes
 from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan
 from moe_runtime.plan.keys import DEPLOYMENTS, leaf_paths
 from moe_runtime.plan.load import LoadedPlan
-from moe_runtime.plan.problems import Path, dotted
+from moe_runtime.plan.problems import Path, Problem, dotted
 from moe_runtime.plan.validate import plan_warnings
 from moe_runtime.spec.bytes import even_redundant_experts, parameter_counts
 from moe_runtime.spec.model import MlaSpec, ModelSpec
@@ -23,23 +25,34 @@ _KEY, _VALUE = 26, 14
 
 
 def render_check(
-    effective: EffectivePlan, loaded: LoadedPlan, model: ModelSpec, budgets: Sequence[MemoryBudget]
+    effective: EffectivePlan,
+    loaded: LoadedPlan,
+    model: ModelSpec,
+    budgets: Sequence[MemoryBudget],
+    obstacles: Sequence[Problem] = (),
 ) -> str:
-    """The report of `check` as plain text, without a newline at the end."""
+    """The report of `check` as plain text, without a newline at the end.
+
+    `obstacles` are what keeps the plan from running on this machine.
+    """
     sections = (
         _head(effective, loaded, model),
         _values(effective, loaded),
         _ranks(effective),
         _memory(effective, budgets),
-        _notes(effective, model, budgets),
+        _notes(effective, model, budgets, obstacles),
     )
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
 def check_json(
-    effective: EffectivePlan, loaded: LoadedPlan, model: ModelSpec, budgets: Sequence[MemoryBudget]
+    effective: EffectivePlan,
+    loaded: LoadedPlan,
+    model: ModelSpec,
+    budgets: Sequence[MemoryBudget],
+    obstacles: Sequence[Problem] = (),
 ) -> dict[str, Any]:
-    """The same as JSON types: plan, origins, model, memory_per_rank, notes, warnings."""
+    """The same as JSON types: plan, origins, model, memory_per_rank, notes, warnings, obstacles."""
     derived = dict(effective.derived)
     return {
         "version": 1,
@@ -56,6 +69,7 @@ def check_json(
         "memory_per_rank": {b.deployment: {**asdict(b), "total": b.total} for b in budgets},
         "notes": list(_note_lines(effective, model, budgets)),
         "warnings": list(plan_warnings(effective, model)),
+        "obstacles": [_obstacle(p) for p in obstacles],
     }
 
 
@@ -117,16 +131,27 @@ def _memory(effective: EffectivePlan, budgets: Sequence[MemoryBudget]) -> Iterat
     yield f"  {'all ranks together':<22}{together / MIB:>16,.2f}"
 
 
-def _notes(effective: EffectivePlan, model: ModelSpec, budgets: Sequence[MemoryBudget]) -> Iterator[str]:
+def _notes(
+    effective: EffectivePlan,
+    model: ModelSpec,
+    budgets: Sequence[MemoryBudget],
+    obstacles: Sequence[Problem],
+) -> Iterator[str]:
     yield "notes"
     warnings = (f"warning: {text}" for text in plan_warnings(effective, model))
-    for text in (*_note_lines(effective, model, budgets), *warnings):
+    cannot = (f"does not run here: {_obstacle(p)}" for p in obstacles)
+    for text in (*_note_lines(effective, model, budgets), *warnings, *cannot):
         yield from wrap(text, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+
+
+def _obstacle(problem: Problem) -> str:
+    return f"{dotted(problem.path)}: {problem.text} (found {problem.value}); {problem.hint}"
 
 
 def _note_lines(effective: EffectivePlan, model: ModelSpec, budgets: Sequence[MemoryBudget]) -> Iterator[str]:
     for d in effective.deployments:
-        yield _slots_note(d, model)
+        yield _slots_note(d, d.served(model))
+        yield from _dispatch_notes(d, model)
         tokens = d.kv_cache.blocks * d.kv_cache.block_tokens
         yield f"{d.name}: the KV cache of a rank holds {tokens} tokens, {d.kv.token_bytes} bytes each"
     if effective.cluster.device == "cpu" and effective.cluster.nodes > 1:
@@ -138,15 +163,31 @@ def _note_lines(effective: EffectivePlan, model: ModelSpec, budgets: Sequence[Me
 
 
 def _slots_note(d: EffectiveDeployment, model: ModelSpec) -> str:
-    experts = model.moe.num_experts
+    """`model` as the deployment serves it."""
+    moe = model.moe
+    experts = moe.slot_experts
+    shared = f" + {moe.shared_slots} shared" if moe.shared_slots else ""
     text = (
-        f"{d.name}: {experts} experts + {d.redundant_experts} redundant in {d.num_slots} slots,"
-        f" {d.slots_per_rank} per rank"
+        f"{d.name}: {moe.num_experts} experts{shared} + {d.redundant_experts} redundant in {d.num_slots}"
+        f" slots, {d.slots_per_rank} per rank"
     )
     if not d.surplus_slots:
         return text
     used = even_redundant_experts(experts, d.redundant_experts, d.expert_parallel)
     return f"{text}; surplus slots: {d.surplus_slots}, used with redundant_experts: {used}"
+
+
+def _dispatch_notes(d: EffectiveDeployment, model: ModelSpec) -> Iterator[str]:
+    dispatch = d.dispatch
+    if dispatch.mode == "per_step":
+        yield (
+            f"{d.name}: a step is dispatched in low-latency mode if all ranks only decode and one round of"
+            f" {dispatch.max_tokens} rows per rank carries it, in normal mode otherwise"
+        )
+    if dispatch.backend == DEEPEP:
+        buffers = registered_bytes(dispatch, hidden=model.hidden, slots=d.num_slots, ranks=d.expert_parallel)
+        sizes = ", ".join(f"{mode} {size / MIB:,.2f} MiB" for mode, size in buffers.items())
+        yield f"{d.name}: DeepEP registers per rank, for {d.num_slots} physical experts: {sizes}"
 
 
 def _origin(key: str, loaded: LoadedPlan, derived: Mapping[str, str]) -> str:

@@ -1,12 +1,16 @@
 """What a plan may say but this version cannot do: one table. A change that brings a feature
 deletes its row (or adds a value to it).
 
-Asked for and not possible is an error, never adjusted in silence.
+Asked for and not possible is an error, never adjusted in silence. A plan for other machines than this
+one can be checked in full; only running it is an error.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from moe_runtime.plan.deepep import BACKEND as DEEPEP
+from moe_runtime.plan.deepep import PACKAGE
+from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.plan.keys import ANY_DEPLOYMENT, DEPLOYMENTS
 from moe_runtime.plan.problems import Path, Problem
 from moe_runtime.plan.schema import MODEL_DTYPES
@@ -24,13 +28,11 @@ class Rule:
 
 
 RULES = (
-    Rule("cluster.device", ("cpu",), "running on GPUs"),
     Rule("server.frontends", (1,), "more than one frontend"),
     Rule("deployments.*.attention.tensor_parallel", (1,), "tensor-parallel attention"),
     Rule(
         "deployments.*.kv_cache.dtype", ("auto", MODEL_DTYPE), "a KV cache in another dtype than the model's"
     ),
-    Rule("deployments.*.dispatch.backend", ("auto", "local", "torch", "shm"), "this dispatch backend"),
     Rule(
         "deployments.*.dispatch.dtype",
         ("auto", MODEL_DTYPE, "bfloat16", "float8_e4m3"),
@@ -38,8 +40,8 @@ RULES = (
     ),
     Rule("deployments.*.balancing.enabled", (False,), "live rebalancing"),
     Rule("deployments.*.deterministic", (False,), "batch-invariant mode"),
-    Rule("deployments.*.shared_experts", ("replicated",), "serving shared experts as slots"),
 )
+RULES_TO_RUN = (Rule("cluster.device", ("cpu",), "running on GPUs"),)
 
 
 def unavailable(
@@ -49,7 +51,31 @@ def unavailable(
 
     `dtype` None: the model's dtype is not known yet, so any dtype of a model passes.
     """
-    for rule in RULES:
+    yield from _broken(RULES, root, deployments, dtype)
+
+
+def unavailable_to_run(effective: EffectivePlan, installed: Callable[[str], bool]) -> Iterator[Problem]:
+    """What keeps a plan that `check` accepts from running here.
+
+    `installed` tells of a package by its import name.
+    """
+    yield from _broken(RULES_TO_RUN, effective, tuple(effective.by_name.items()), effective.model.dtype)
+    if installed(PACKAGE):
+        return
+    for d in effective.deployments:
+        if d.dispatch.backend == DEEPEP:
+            yield Problem(
+                path=(DEPLOYMENTS, d.name, "dispatch", "backend"),
+                text=f"needs {PACKAGE}, which is not installed",
+                value=DEEPEP,
+                hint="pip install 'moe-runtime[deepep]'",
+            )
+
+
+def _broken(
+    rules: Sequence[Rule], root: object, deployments: Sequence[tuple[str, object]], dtype: str | None
+) -> Iterator[Problem]:
+    for rule in rules:
         works = _values(rule.works, dtype)
         for path, value in _occurrences(rule.key, root, deployments):
             if value not in works:

@@ -49,7 +49,7 @@ def plan_warnings(effective: EffectivePlan, model: ModelSpec) -> tuple[str, ...]
     return tuple(
         f"{DEPLOYMENTS}.{d.name}: backend {d.dispatch.backend}, untested: {message}"
         for d in effective.deployments
-        for message in _limit_messages(effective, d, model, "tested")
+        for message in _limit_messages(effective, d, d.served(model), "tested")
     )
 
 
@@ -57,10 +57,12 @@ def _problems(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
     yield from unavailable(effective, tuple(effective.by_name.items()), effective.model.dtype)
     yield from _dtype(effective)
     for d in effective.deployments:
-        experts = [*_experts(d, model), *_payload(d, model)]
-        yield from experts
-        if not experts:
-            yield from _limits(effective, d, model)
+        shared = list(_shared_experts(d, model))
+        experts = shared or [*_experts(d, d.served(model)), *_payload(d, model)]
+        device = list(_device(effective, d))
+        yield from (*experts, *device)
+        if not experts and not device:
+            yield from _limits(effective, d, d.served(model))
 
 
 def _dtype(effective: EffectivePlan) -> Iterator[Problem]:
@@ -74,8 +76,37 @@ def _dtype(effective: EffectivePlan) -> Iterator[Problem]:
         )
 
 
+def _shared_experts(d: EffectiveDeployment, model: ModelSpec) -> Iterator[Problem]:
+    moe = model.moe
+    if d.shared_experts == "replicated" or (
+        moe.shared_intermediate and not moe.shared_intermediate % moe.intermediate
+    ):
+        return
+    text = f"cannot be served as slots: {model.family} has no shared experts"
+    if moe.shared_intermediate:
+        text = (
+            f"cannot be served as slots: {model.family}'s have {moe.shared_intermediate} intermediate values,"
+            f" no multiple of a slot's {moe.intermediate}"
+        )
+    yield Problem(
+        path=_at(d, "shared_experts"), text=text, value=d.shared_experts, hint="set it to replicated"
+    )
+
+
+def _device(effective: EffectivePlan, d: EffectiveDeployment) -> Iterator[Problem]:
+    """Backends that know one kind of device only."""
+    needs = {"shm": "cpu", DEEPEP: "cuda"}.get(d.dispatch.backend, effective.cluster.device)
+    if needs != effective.cluster.device:
+        yield Problem(
+            path=_at(d, "dispatch", "backend"),
+            text=f"needs cluster.device: {needs}, which is {effective.cluster.device}",
+            value=d.dispatch.backend,
+            hint="set it to auto",
+        )
+
+
 def _experts(d: EffectiveDeployment, model: ModelSpec) -> Iterator[Problem]:
-    experts, ranks, redundant = model.moe.num_experts, d.expert_parallel, d.redundant_experts
+    experts, ranks, redundant = model.moe.slot_experts, d.expert_parallel, d.redundant_experts
     most = experts * (ranks - 1)
     if experts + redundant < ranks:
         yield Problem(
@@ -123,7 +154,7 @@ def _limit_messages(
         ranks=d.expert_parallel,
         slots=d.num_slots,
         hidden=model.hidden,
-        top_k=model.moe.router.top_k,
+        top_k=model.moe.slots_per_token,
         max_tokens=d.dispatch.max_tokens,
         row_bytes=model.hidden * WIRE_BYTES[d.dispatch.dtype],
         nodes=effective.nodes_of_an_instance(d.name),
@@ -131,7 +162,7 @@ def _limit_messages(
     if d.dispatch.backend == DEEPEP:
         if kind == "hard" and (problem := dtype_problem(effective.model.dtype, d.dispatch.dtype)):
             yield problem
-        for mode, violation in mode_violations(d.name, sizes, dtype=d.dispatch.dtype):
+        for mode, violation in mode_violations(d.dispatch, sizes):
             if violation.limit.kind == kind:
                 yield f"{mode}: {violation.message}"
     elif d.dispatch.backend in LIMITS:

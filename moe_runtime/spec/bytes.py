@@ -40,7 +40,7 @@ class ParameterCounts:
     replicated       weights every rank holds, in the model's dtype
     replicated_fp32  the router's correction biases, float32 whatever the dtype
     expert           one routed expert of one MoE layer
-    num_experts      routed experts of all layers together
+    num_experts      experts in slots, of all layers together
     active           parameters one token meets (embedding row and head counted as whole tables)
     """
 
@@ -70,8 +70,8 @@ def parameter_counts(model: ModelSpec) -> ParameterCounts:
         replicated=replicated,
         replicated_fp32=biases,
         expert=expert,
-        num_experts=moe_layers * moe.num_experts,
-        active=replicated + biases + moe_layers * moe.router.top_k * expert,
+        num_experts=moe_layers * moe.slot_experts,
+        active=replicated + biases + moe_layers * moe.slots_per_token * expert,
     )
 
 
@@ -91,7 +91,7 @@ def attention_parameters(model: ModelSpec) -> int:
 
 
 def replicated_weight_bytes(model: ModelSpec, dtype: str) -> int:
-    """Bytes of the weights every rank holds: all but the routed experts."""
+    """Bytes of the weights every rank holds: all but the experts in slots."""
     counts = parameter_counts(model)
     return counts.replicated * DTYPE_BYTES[dtype] + counts.replicated_fp32 * DTYPE_BYTES["float32"]
 
@@ -140,6 +140,13 @@ def shared_memory_dispatch_bytes(
     area = max(max_tokens * (dispatch_row + 4 * top_k), max_tokens * top_k * combine_row)
     spread = ranks * max_tokens * min(top_k, local_slots)
     return 4 * area + spread * (dispatch_row + combine_row)
+
+
+def masked_rows_bytes(
+    *, max_tokens: int, ranks: int, local_slots: int, dispatch_row: int, combine_row: int
+) -> int:
+    """Low-latency mode over a transport that groups rows: R x T places per slot, for rows and for outputs."""
+    return local_slots * ranks * max_tokens * (dispatch_row + combine_row)
 
 
 def _align(num_bytes: int, unit: int) -> int:
@@ -235,7 +242,7 @@ def workspace_bytes(
     else:
         attention = 2 * t * a.num_heads * a.head_dim + context_tokens * a.kv_entry
     widest = max(
-        t * max(model.dense_intermediate, moe.shared_intermediate), t * moe.router.top_k * moe.intermediate
+        t * max(model.dense_intermediate, moe.shared_intermediate), t * moe.slots_per_token * moe.intermediate
     )
     values = 4 * t * h + attention + 3 * widest
     return values * DTYPE_BYTES[dtype] + sequences * model.vocab_size * DTYPE_BYTES["float32"]

@@ -8,9 +8,12 @@ search for plans needs without the library.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, get_args
 
 LimitKind = Literal["hard", "tested"]
+DispatchMode = Literal["normal", "low_latency"]
+DISPATCH_MODES: tuple[DispatchMode, ...] = get_args(DispatchMode)
+"""How the rows of a step travel: as many as there are, or into places of fixed shapes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +52,7 @@ class DispatchSizes:
     """What a backend is asked to carry.
 
     slots       physical experts of all ranks together (shared experts served as slots included)
-    top_k       slots a token goes to
+    top_k       slots a token goes to (likewise)
     max_tokens  rows a rank sends per round
     row_bytes   bytes of one row as dispatched; DeepEP's rows count values only (`hidden` bytes: fp8)
     nodes       over which the ranks are spread
@@ -95,6 +98,9 @@ class Violation:
 
 
 _LOW_LATENCY_HIDDEN = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+DOCUMENTED_LOW_LATENCY_TOKENS = 255
+"""DeepEP's documentation says to stay below 256."""
+
 _NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 _EVEN_SLOTS = Limit(quantity="slots modulo ranks", at_most=0, why="every rank holds as many slots")
 _FP8_SCALES = Limit(quantity="hidden in fp8", multiple_of=128, why="one scale per 128 values")
@@ -102,11 +108,18 @@ _FP8_SCALES = Limit(quantity="hidden in fp8", multiple_of=128, why="one scale pe
 LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
     {
         "local": (Limit(quantity="ranks", at_most=1, why="it has no transport"),),
-        "torch": (Limit(quantity="ranks", kind="tested", at_most=8, why="the degrees the test suite runs"),),
+        "torch": (
+            Limit(
+                quantity="ranks",
+                kind="tested",
+                at_most=8,
+                why="what the test suite runs, over gloo on one host",
+            ),
+        ),
         "shm": (
             Limit(quantity="nodes", at_most=1, why="its ranks share memory"),
             Limit(quantity="slots per rank", at_most=65536),
-            Limit(quantity="ranks", kind="tested", at_most=8, why="the degrees the test suite runs"),
+            Limit(quantity="ranks", kind="tested", at_most=8, why="what the test suite runs"),
         ),
         "deepep_normal": (
             Limit(
@@ -134,7 +147,12 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
             Limit(quantity="top_k", at_most=11),
             Limit(quantity="ranks x max_tokens", multiple_of=4),
             Limit(quantity="max_tokens", at_most=511, why="NVSHMEM_QP_DEPTH 1024 / 2 - 1"),
-            Limit(quantity="max_tokens", kind="tested", at_most=255, why="the documentation says below 256"),
+            Limit(
+                quantity="max_tokens",
+                kind="tested",
+                at_most=DOCUMENTED_LOW_LATENCY_TOKENS,
+                why="the documentation says below 256",
+            ),
         ),
         "deepep_elastic": (
             Limit(quantity="ranks", at_most=1024),

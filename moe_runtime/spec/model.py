@@ -4,7 +4,7 @@ Owns the sizes and kinds a decoder is assembled from; knows nothing of torch, fi
 ranks. Planner, memory budget, loader, model and simulator all read the same object.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -97,12 +97,29 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """Sizes of the mixture-of-experts layers. `shared_intermediate` 0: no shared expert."""
+    """Sizes of the mixture-of-experts layers.
+
+    num_experts          E: experts the router chooses from
+    shared_intermediate  of the shared experts together, as one MLP beside the routed ones; 0: none
+    shared_slots         shared experts served as slots: experts E, E + 1, ... that every token goes to with
+                         weight 1 (see `serve_shared_in_slots`)
+    """
 
     num_experts: int
     intermediate: int
     shared_intermediate: int
     router: RouterSpec
+    shared_slots: int = 0
+
+    @property
+    def slot_experts(self) -> int:
+        """Experts that sit in slots."""
+        return self.num_experts + self.shared_slots
+
+    @property
+    def slots_per_token(self) -> int:
+        """Slots a token goes to."""
+        return self.router.top_k + self.shared_slots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,3 +157,15 @@ class ModelSpec:
     @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layers)
+
+
+def serve_shared_in_slots(model: ModelSpec) -> ModelSpec:
+    """The model with its shared experts as further experts of the routed ones' size, if it has any.
+
+    A gated MLP of n times the size is the sum of n MLPs. ValueError if the size is no multiple.
+    """
+    moe = model.moe
+    count, rest = divmod(moe.shared_intermediate, moe.intermediate)
+    if rest:
+        raise ValueError(f"shared experts of {moe.shared_intermediate} are no multiple of {moe.intermediate}")
+    return replace(model, moe=replace(moe, shared_intermediate=0, shared_slots=count))

@@ -14,6 +14,7 @@ Parameter names of the decoder ({i} is the global layer index):
     layers.{i}.moe.router.weight [E, H]                       layers.{i}.moe.router.correction_bias [E] fp32
     layers.{i}.moe.experts.gate_up [slots, 2I, H]             layers.{i}.moe.experts.down [slots, H, I]
     layers.{i}.moe.shared_experts.gate_up_proj.weight         layers.{i}.moe.shared_experts.down_proj.weight
+                                   (unless they are served as slots: then they are experts E, E + 1, ...)
 """
 
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class TensorTarget:
     shape      shape it must have
     parameter  name in the decoder
     row_start  first row (axis 0, or axis 1 of a parameter with a slot axis) it fills
+    part       (axis, start, stop): the part of the tensor that is used; None: all of it
     expert     expert id, None for weights every rank holds
     moe_layer  index among the MoE layers (row of a Placement), None without experts
     fp32       stored and kept as float32 whatever the model's dtype
@@ -36,6 +38,15 @@ class TensorTarget:
     shape: tuple[int, ...]
     parameter: str
     row_start: int = 0
+    part: tuple[int, int, int] | None = None
     expert: int | None = None
     moe_layer: int | None = None
     fp32: bool = False
+
+    @property
+    def used_shape(self) -> tuple[int, ...]:
+        """Shape of what is used of the tensor."""
+        if self.part is None:
+            return self.shape
+        axis, start, stop = self.part
+        return (*self.shape[:axis], stop - start, *self.shape[axis + 1 :])

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,7 +23,9 @@ from moe_runtime.engine.agree import (
 from moe_runtime.engine.exchange import SharedExchange
 from moe_runtime.errors import PeerLost, StepTimeout
 
-LIMITS = AgreeLimits(max_batch_tokens=512, chunk_tokens=128, dispatch_max_tokens=256, low_latency_tokens=64)
+LIMITS = AgreeLimits(
+    max_batch_tokens=512, chunk_tokens=128, dispatch_max_tokens=256, dispatch_mode="per_step"
+)
 
 
 def proposal(decode=0, prefill=0, in_flight=0, stop=False, ranks=4, epoch=0, alive=None) -> StepProposal:
@@ -86,7 +89,7 @@ def test_no_rank_runs_more_than_its_rounds_can_carry(offered):
         assert tokens <= LIMITS.max_batch_tokens
         if decision.dispatch_mode == "low_latency":
             assert p.prefill_tokens == 0
-            assert tokens <= LIMITS.low_latency_tokens
+            assert tokens <= LIMITS.dispatch_max_tokens
     # Somebody makes progress.
     assert any(step_tokens(p, decision.token_level, LIMITS.chunk_tokens) for p in offered)
     assert decision.placement_epoch == min(p.placement_epoch for p in offered)
@@ -112,6 +115,26 @@ def test_an_idle_rank_takes_part_with_no_tokens():
     assert decision.kind is StepKind.FORWARD
     assert decision.token_level == 3 + LIMITS.chunk_tokens
     assert step_tokens(proposal(), decision.token_level, LIMITS.chunk_tokens) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "offered", "micro_batches", "mode", "rounds"),
+    [
+        ("normal", [proposal(decode=3)] * 4, 1, "normal", 1),
+        ("per_step", [proposal(decode=3)] * 4, 1, "low_latency", 1),
+        ("per_step", [proposal(decode=256), *[proposal()] * 3], 1, "low_latency", 1),
+        ("per_step", [proposal(decode=257), *[proposal()] * 3], 1, "normal", 2),
+        ("per_step", [proposal(decode=512), *[proposal(decode=1)] * 3], 2, "low_latency", 1),
+        ("per_step", [proposal(decode=3), *[proposal()] * 2, proposal(prefill=1)], 1, "normal", 1),
+        ("low_latency", [proposal(decode=300), *[proposal(prefill=9)] * 3], 1, "low_latency", 2),
+    ],
+)
+def test_the_dispatch_mode_is_agreed(asked, offered, micro_batches, mode, rounds):
+    """Low-latency per step only if every rank decodes and one round carries the largest micro-batch."""
+    limits = replace(LIMITS, dispatch_mode=asked, micro_batches=micro_batches)
+    decision = agree(offered, limits)
+    assert (decision.dispatch_mode, decision.rounds) == (mode, rounds)
+    assert decision == agree([StepProposal.from_vector(p.to_vector(), 4) for p in offered], limits)
 
 
 def test_a_rank_that_sees_a_dead_peer_decides_for_all():

@@ -15,7 +15,7 @@ from tests.models.decoder_harness import Rank, load_decoder
 def test_a_slow_link_is_hidden_and_nothing_changes(tmp_path):
     make_checkpoint(tmp_path / "tiny", family="deepseek_v3", size="tiny")
     link = SlowLink(LocalBuffer(slots_per_rank=32), 0.0)
-    decoder = load_decoder(tmp_path / "tiny", buffer=link)  # type: ignore[arg-type]
+    decoder = load_decoder(tmp_path / "tiny", buffers={"normal": link})  # type: ignore[dict-item]
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(8, 500, (8, 64), generator=generator).tolist()
     prompts = dict(enumerate(tokens))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import RowLayout, Rows
+from moe_runtime.expert_parallel.buffer import Rows
 from moe_runtime.placement.placement import Placement, linear
 
 
@@ -32,7 +32,7 @@ class Case:
     routing: str = "uniform"
     dtype: str = "float32"
     payload: str | None = None
-    layout: RowLayout = "grouped"
+    layout: str = "grouped"
     rounds: int = 1
     seed: int = 0
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from moe_runtime.expert_parallel.buffer import Buffer, MaskedRows, Rows
 from moe_runtime.expert_parallel.collective import CollectiveBuffer
 from moe_runtime.expert_parallel.local import LocalBuffer
+from moe_runtime.expert_parallel.masked import MaskedBuffer
 from moe_runtime.expert_parallel.payload import Payload
 from moe_runtime.expert_parallel.shm import ShmBuffer, ShmSizes
 from moe_runtime.expert_parallel.where import Place
@@ -31,7 +32,7 @@ def sizes_of(case: Case) -> ShmSizes:
 
 def make_shm(case: Case, rank: Rank, name: str, *, timeout: float = 60.0) -> ShmBuffer:
     """A connected buffer; `name` is where ranks meet."""
-    buffer = ShmBuffer(sizes_of(case), rank=rank.rank, timeout=timeout, layout=case.layout)
+    buffer = ShmBuffer(sizes_of(case), rank=rank.rank, timeout=timeout)
     buffer.connect(rank.share_window(name, buffer.create_window), where=Place(step=1, layer=2))
     return buffer
 
@@ -40,8 +41,6 @@ def make_torch(case: Case, rank: Rank, name: str) -> CollectiveBuffer:
     return CollectiveBuffer(
         slots_per_rank=case.placement.slots_per_rank,
         payload=Payload(case.payload) if case.payload else None,
-        layout=case.layout,
-        max_tokens=case.round_tokens,
     )
 
 
@@ -49,8 +48,6 @@ def make_local(case: Case, rank: Rank, name: str) -> LocalBuffer:
     return LocalBuffer(
         slots_per_rank=case.placement.slots_per_rank,
         payload=Payload(case.payload) if case.payload else None,
-        layout=case.layout,
-        max_tokens=case.round_tokens,
     )
 
 
@@ -62,6 +59,8 @@ def run_cases(rank: Rank, make: Make, cases: list[Case]) -> list[str]:
     for number, case in enumerate(cases):
         try:
             buffer = make(case, rank, f"case{number}")
+            if case.layout == "masked":
+                buffer = MaskedBuffer(buffer, capacity=case.num_ranks * case.round_tokens)
             problems = check_case(buffer, case, rank.rank)
         except ValueError as error:
             problems = [] if case.refusal and case.refusal in str(error) else [repr(error)]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from moe_runtime.expert_parallel.buffer import GroupedRows, MaskedRows
 from moe_runtime.expert_parallel.local import LocalBuffer
+from moe_runtime.expert_parallel.masked import MaskedBuffer
 from moe_runtime.expert_parallel.payload import DTYPES, Payload, quantize
-from moe_runtime.expert_parallel.rows import arrange, outputs
 from moe_runtime.plan.schema import WireDtype
 from moe_runtime.spec.bytes import WIRE_BYTES, wire_row_bytes
 
@@ -67,16 +67,20 @@ def test_values_of_rows_in_the_dtype_of_the_experts_are_the_rows():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3"])
 def test_masked_rows_are_grouped_rows_at_fixed_places(dtype):
-    x_NH, scales = Payload(dtype).encode(torch.randn(6, 128))
-    starts, counts = torch.tensor([0, 0, 4], dtype=torch.int32), torch.tensor([0, 4, 2], dtype=torch.int32)
-    grouped = arrange(x_NH, scales, starts, counts, capacity=None, state="s")
-    masked = arrange(x_NH, scales, starts, counts, capacity=5, state="s")
-    assert isinstance(masked, MaskedRows)
+    x_TH, weights_TK = torch.randn(5, 128), torch.rand(5, 2)
+    slots_TK = torch.tensor([[1, -1], [1, 2], [-1, -1], [1, -1], [2, 1]])
+    local = LocalBuffer(slots_per_rank=3, payload=Payload(dtype))
+    grouped = local.dispatch(x_TH, slots_TK, weights_TK).wait()
+    buffer = MaskedBuffer(local, capacity=5)
+    masked = buffer.dispatch(x_TH, slots_TK, weights_TK).wait()
     assert masked.x.shape == (3, 5, 128)
     assert masked.starts.tolist() == [0, 5, 10]
+    assert masked.counts.tolist() == grouped.counts.tolist() == [0, 4, 2]
     found, wanted = masked.values(torch.float32), grouped.values(torch.float32)
     assert torch.equal(torch.cat([found[1, :4], found[2, :2]]), wanted)
-    assert torch.equal(outputs(found, masked), outputs(wanted, grouped))
+    y = torch.full_like(found, torch.nan)
+    y[1, :4], y[2, :2] = found[1, :4], found[2, :2]
+    assert torch.equal(buffer.combine(y, masked).wait(), local.combine(wanted, grouped).wait())
 
 
 def test_rows_converted_on_one_rank_are_as_on_several():

@@ -9,14 +9,15 @@ from torch import Tensor
 from moe_runtime.checkpoint.load import load_rank
 from moe_runtime.checkpoint.reader import Checkpoint
 from moe_runtime.engine import overlap
-from moe_runtime.expert_parallel.buffer import Buffer
+from moe_runtime.expert_parallel.buffer import Buffers
 from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.models.context import NoClock, PrefillSegment, StepContext
 from moe_runtime.models.decoder import Decoder, build_decoder
 from moe_runtime.models.families import registry
 from moe_runtime.placement.placement import linear
-from moe_runtime.spec.model import ModelSpec
+from moe_runtime.spec.limits import DispatchMode
+from moe_runtime.spec.model import ModelSpec, serve_shared_in_slots
 
 CPU = torch.device("cpu")
 
@@ -26,29 +27,33 @@ def load_decoder(
     *,
     dtype: str = "float32",
     redundant_experts: int = 0,
-    buffer: Buffer | None = None,
+    shared_slots: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
+    buffers: Buffers | None = None,
     prepare: bool = True,
 ) -> Decoder:
-    """The decoder of a checkpoint, every expert on this one rank."""
+    """One rank's decoder of a checkpoint: all experts on one rank, or its share of them."""
     with Checkpoint.open(folder) as checkpoint:
         spec = registry.read_spec(folder, dtype)
+        spec = serve_shared_in_slots(spec) if shared_slots else spec
         placement = linear(
             num_layers=spec.num_moe_layers,
-            num_experts=spec.moe.num_experts,
-            num_ranks=1,
+            num_experts=spec.moe.slot_experts,
+            num_ranks=num_ranks,
             redundant_experts=redundant_experts,
         )
-        table = SlotTable(placement, source_rank=0, device=CPU)
+        table = SlotTable(placement, source_rank=rank, device=CPU)
         decoder = build_decoder(
             spec,
             slots_per_rank=placement.slots_per_rank,
-            buffer=buffer or LocalBuffer(slots_per_rank=placement.slots_per_rank),
+            buffers=buffers or {"normal": LocalBuffer(slots_per_rank=placement.slots_per_rank)},
             slot_tables=[table.layer(i) for i in range(spec.num_moe_layers)],
             dtype=getattr(torch, dtype),
             device=CPU,
         )
         targets = registry.tensor_targets(spec)
-        load_rank(checkpoint, targets, decoder.tensors(), lambda layer: placement.local_experts(layer, 0))
+        load_rank(checkpoint, targets, decoder.tensors(), lambda layer: placement.local_experts(layer, rank))
     if prepare:
         decoder.prepare()
     return decoder
@@ -63,6 +68,7 @@ class Rank:
     block_tokens: int = 16
     rounds: int = 1
     round_tokens: int = 0
+    mode: DispatchMode = "normal"
     cached: dict[int, int] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
 
@@ -124,6 +130,7 @@ class Rank:
             clock=NoClock(),
             rounds=self.rounds,
             round_tokens=self.round_tokens,
+            dispatch_mode=self.mode,
         )
 
     def step(

@@ -1,12 +1,14 @@
 """Plans that cannot work: each message names the key, the value, and something that would work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from moe_runtime.errors import PlanError
+from moe_runtime.spec.model import ModelSpec
 from tests.plan.plans import SPLIT, UNIFIED, checked
+from tests.spec.model_specs import SMALL_DEEPSEEK, SMALL_QWEN
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Bad:
     text: str = SPLIT
     sets: tuple[str, ...] = ()
     value: object = None
+    model: ModelSpec = SMALL_DEEPSEEK
 
 
 D = "deployments.decode"
@@ -164,13 +167,20 @@ OF_THE_MODEL = [
     Bad("shared memory over nodes", f"{D}.dispatch.backend", ("nodes = 2 must be at most 1", "share memory"),
         "set it to auto",
         sets=(f"{D}.dispatch.backend=shm", "cluster.nodes=2", "cluster.ranks_per_node=3"), value="shm"),
+    Bad("no shared experts", "deployments.unified.shared_experts", ("qwen3_moe has no shared experts",),
+        "set it to replicated", text=UNIFIED, sets=("deployments.unified.shared_experts=slots",),
+        value="slots", model=SMALL_QWEN),
+    Bad("shared experts of another size", f"{D}.shared_experts", ("have 300 intermediate values",),
+        "set it to replicated", sets=(f"{D}.shared_experts=slots",), value="slots",
+        model=replace(SMALL_DEEPSEEK, moe=replace(SMALL_DEEPSEEK.moe, shared_intermediate=300))),
+    Bad("shared memory on GPUs", f"{D}.dispatch.backend", ("needs cluster.device: cpu, which is cuda",),
+        "set it to auto", sets=(f"{D}.dispatch.backend=shm", "cluster.device=cuda", "cluster.hardware=h800"),
+        value="shm"),
     Bad("half precision", "model.dtype", ("does not run on cpu",), "float32 or bfloat16",
         "float32", "float16", value="float16"),
 ]  # fmt: skip
 
 NOT_YET = [
-    Bad("cuda", "cluster.device", ("not available in this version",), "set it to cpu",
-        sets=("cluster.device=cuda",), value="cuda"),
     Bad("tensor parallel", f"{D}.attention.tensor_parallel", ("not available in this version",),
         "set it to 1",
         sets=(f"{D}.attention.tensor_parallel=2",), value=2),
@@ -178,12 +188,6 @@ NOT_YET = [
         sets=(f"{D}.balancing.enabled=true",), value=True),
     Bad("batch invariant", f"{D}.deterministic", ("not available in this version",), "set it to false",
         sets=(f"{D}.deterministic=true",), value=True),
-    Bad("shared experts as slots", f"{D}.shared_experts", ("not available in this version",),
-        "set it to replicated",
-        sets=(f"{D}.shared_experts=slots",), value="slots"),
-    Bad("deepep", f"{D}.dispatch.backend", ("not available in this version",),
-        "auto or local or torch or shm",
-        sets=(f"{D}.dispatch.backend=deepep",), value="deepep"),
     Bad("half-precision dispatch", f"{D}.dispatch.dtype", ("not available in this version",),
         "set it to auto or float32 or bfloat16 or float8_e4m3",
         sets=(f"{D}.dispatch.dtype=float16",), value="float16"),
@@ -204,7 +208,7 @@ def test_bad_plan(tmp_path: Path, bad: Bad):
     assert bad.old in bad.text, "the case changes nothing"
     text = bad.text.replace(bad.old, bad.new, 1)
     with pytest.raises(PlanError) as caught:
-        checked(tmp_path, text, *bad.sets)
+        checked(tmp_path, text, *bad.sets, model=bad.model)
     problems = {p.key: p for p in caught.value.problems}
     assert bad.key in problems, f"named are {list(problems)}"
     problem = problems[bad.key]

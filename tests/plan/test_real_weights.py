@@ -29,7 +29,7 @@ def test_parameter_bytes_of_a_rank(tmp_path: Path, model: ModelSpec, ranks: int,
     decoder = build_decoder(
         model,
         slots_per_rank=plan.deployment("unified").slots_per_rank,
-        buffer=LocalBuffer(slots_per_rank=placement.slots_per_rank),
+        buffers={"normal": LocalBuffer(slots_per_rank=placement.slots_per_rank)},
         slot_tables=[table.layer(i) for i in range(model.num_moe_layers)],
         dtype=getattr(torch, plan.model.dtype),
         device=torch.device("cpu"),

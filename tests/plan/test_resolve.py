@@ -55,7 +55,7 @@ def test_auto_follows_the_plan_and_the_checkpoint(tmp_path: Path):
     assert set(dict(plan.derived)) == {
         "model.dtype", "cluster.ranks_per_node", f"{at}.scheduler.pipeline_depth", f"{at}.kv_cache.dtype",
         f"{at}.dispatch.backend", f"{at}.dispatch.dtype", f"{at}.dispatch.max_tokens",
-        f"{at}.overlap.micro_batches",
+        f"{at}.dispatch.mode", f"{at}.overlap.micro_batches",
     }  # fmt: skip
 
 
@@ -65,9 +65,11 @@ def test_given_values_stay(tmp_path: Path):
         tmp_path, UNIFIED, f"{at}.scheduler.pipeline_depth=1", f"{at}.dispatch.backend=torch",
         f"{at}.dispatch.max_tokens=64", f"{at}.overlap.micro_batches=1", f"{at}.kv_cache.dtype=float32",
         f"{at}.dispatch.dtype=float32", "model.dtype=float32", "cluster.ranks_per_node=1",
+        f"{at}.dispatch.mode=per_step",
     )  # fmt: skip
     unified = plan.deployment("unified")
     assert unified.scheduler.pipeline_depth == 1
+    assert unified.dispatch.modes == ("normal", "low_latency")
     assert (unified.dispatch.backend, unified.dispatch.max_tokens) == ("torch", 64)
     assert plan.derived == ()
 
@@ -197,6 +199,7 @@ def test_effective_plans_cross_processes_and_become_json(tmp_path: Path):
         "backend": "shm",
         "dtype": "float32",
         "max_tokens": 512,
+        "mode": "normal",
     }
     assert data["instances"][1] == {"name": "decode-0", "deployment": "decode", "ranks": [2, 3, 4, 5]}
     assert list(data["deployments"]) == ["prefill", "decode"]

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from moe_runtime.plan.deepep import MODES, mode_violations, registered_bytes
+from moe_runtime.plan.deepep import MODE_OF_ROLE, auto_max_tokens, mode_violations, registered_bytes
+from moe_runtime.plan.effective import EffectiveDispatch, ModeChoice
 from moe_runtime.spec.bytes import elastic_buffer_bytes, low_latency_buffer_bytes, normal_buffer_bytes
 from moe_runtime.spec.limits import LIMITS, DispatchSizes, violations
 
@@ -55,35 +56,60 @@ def test_elastic_across_nodes():
     assert got == -(-max(rows * (14336 + 128), back * (14336 + 64)) // (2 * MIB)) * 2 * MIB
 
 
-@pytest.mark.parametrize("deployment", MODES)
-def test_registered_bytes_come_from_physical_slots(deployment):
-    got = registered_bytes(deployment, hidden=7168, slots=288, ranks=32, max_tokens=128)
-    assert tuple(got) == MODES[deployment]
-    if "deepep_low_latency" in got:
-        assert got["deepep_low_latency"] == low_latency_buffer_bytes(max_tokens=128, hidden=7168, slots=288)
-        assert round(got["deepep_low_latency"] / 1e9, 3) == 2.147
-    if "deepep_normal" in got:
-        assert got["deepep_normal"] == sum(normal_buffer_bytes(hidden=7168, ranks=32))
+def dispatch(mode: ModeChoice, dtype: str = "bfloat16", max_tokens: int = 128) -> EffectiveDispatch:
+    return EffectiveDispatch(backend="deepep", dtype=dtype, max_tokens=max_tokens, mode=mode)
 
 
-def broken(deployment: str, sizes: DispatchSizes, dtype: str = "bfloat16") -> list[tuple[str, str, str]]:
-    found = mode_violations(deployment, sizes, dtype=dtype)
+@pytest.mark.parametrize("mode", MODE_OF_ROLE.values())
+def test_registered_bytes_come_from_physical_slots(mode):
+    got = registered_bytes(dispatch(mode), hidden=7168, slots=288, ranks=32)
+    low_latency = low_latency_buffer_bytes(max_tokens=128, hidden=7168, slots=288)
+    assert round(low_latency / 1e9, 3) == 2.147
+    both = {"normal": sum(normal_buffer_bytes(hidden=7168, ranks=32)), "low_latency": low_latency}
+    assert got == (both if mode == "per_step" else {mode: both[mode]})
+
+
+@pytest.mark.parametrize(
+    ("mode", "ranks", "sequences", "batch", "tokens"),
+    [
+        ("normal", 32, 64, 8192, 8192),
+        ("low_latency", 32, 64, 512, 64),
+        ("low_latency", 32, 1024, 4096, 255),
+        ("low_latency", 2, 1024, 4096, 254),
+        ("low_latency", 3, 63, 512, 64),
+        ("low_latency", 1, 1024, 4096, 252),
+        ("per_step", 8, 64, 512, 255),
+        ("per_step", 8, 64, 200, 200),
+    ],
+)
+def test_rows_of_a_round_that_low_latency_mode_carries(mode, ranks, sequences, batch, tokens):
+    found, why = auto_max_tokens(mode, ranks=ranks, max_sequences=sequences, max_batch_tokens=batch)
+    assert found == tokens
+    sizes = DispatchSizes(ranks=ranks, slots=ranks, hidden=7168, top_k=8, max_tokens=found, row_bytes=14336)
+    if mode != "normal":
+        assert violations("deepep_low_latency", sizes) == ()
+        assert why.endswith("in low-latency mode")
+
+
+def broken(mode: ModeChoice, sizes: DispatchSizes, dtype: str = "bfloat16") -> list[tuple[str, str, str]]:
+    found = mode_violations(dispatch(mode, dtype), sizes)
     return [(mode, v.limit.kind, v.message) for mode, v in found]
 
 
 def test_ep_320_is_a_warning_for_decode_and_refused_for_prefill():
     ep_320 = replace(V3, ranks=320, slots=320, nodes=40)
-    assert broken("decode", ep_320) == [("deepep_low_latency", "tested", "ranks = 320 must be at most 256")]
-    (refused,) = broken("prefill", ep_320)
+    (warned,) = broken("low_latency", ep_320)
+    assert warned == ("deepep_low_latency", "tested", "ranks = 320 must be at most 256")
+    (refused,) = broken("normal", ep_320)
     assert refused[:2] == ("deepep_normal", "hard")
     assert refused[2].startswith("ranks = 320 must be one of 2, 4, 8")
-    assert {mode for mode, _, _ in broken("unified", ep_320)} == set(MODES["unified"])
+    assert [mode for mode, _, _ in broken("per_step", ep_320)] == ["deepep_normal", "deepep_low_latency"]
 
 
 def test_fp8_rows_need_whole_blocks():
     odd = replace(V3, hidden=2880)
-    assert broken("prefill", odd) == []
-    assert broken("prefill", odd, "float8_e4m3") == [
+    assert broken("normal", odd) == []
+    assert broken("normal", odd, "float8_e4m3") == [
         ("deepep_normal", "hard", "hidden in fp8 = 2880 must be a multiple of 128 (one scale per 128 values)")
     ]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_runtime.errors import UnavailableError
 from moe_runtime.expert_parallel.buffer import CombineOrder, GroupedRows
 from moe_runtime.expert_parallel.deepep.library import Library, call
-from moe_runtime.expert_parallel.deepep.meter import DeviceMeter
+from moe_runtime.expert_parallel.deepep.meter import Combining, DeviceMeter
 from moe_runtime.expert_parallel.deepep.shape import Shape
 from moe_runtime.expert_parallel.payload import quantize
 
@@ -38,9 +38,8 @@ class _Dispatch:
     posted: float
 
     def wait(self) -> GroupedRows:
-        buffer, began = self.buffer, time.monotonic()
-        self.event.current_stream_wait()
-        buffer.meter.transfer(posted=self.posted, wait_began=began, done=time.monotonic())
+        buffer = self.buffer
+        buffer.meter.arrive(self.event.current_stream_wait, posted=self.posted)
         shape, x = buffer.shape, self.received
         x_NH, scales_NB = x if isinstance(x, tuple) else (x, None)
         starts_s, counts_s = starts_and_counts(
@@ -62,20 +61,6 @@ class _Dispatch:
             state=_State(self.handle, received_rows - own),
             scales=scales_NB,
         )
-
-
-@dataclass(slots=True)
-class _Combine:
-    meter: DeviceMeter
-    combined_TH: Tensor
-    event: Any
-    posted: float
-
-    def wait(self) -> Tensor:
-        began = time.monotonic()
-        self.event.current_stream_wait()
-        self.meter.transfer(posted=self.posted, wait_began=began, done=time.monotonic())
-        return self.combined_TH
 
 
 class ElasticRowsBuffer:
@@ -140,7 +125,7 @@ class ElasticRowsBuffer:
         )
         return _Dispatch(self, received, weights_N, handle, event, topk_idx_TK, posted)
 
-    def combine(self, y_NH: Tensor, rows: GroupedRows) -> _Combine:
+    def combine(self, y_NH: Tensor, rows: GroupedRows) -> Combining:
         """Send the weighted outputs back; DeepEP sums those of a token per rank, then over ranks."""
         posted = time.monotonic()
         combined_TH, _, event = call(
@@ -152,7 +137,7 @@ class ElasticRowsBuffer:
             allocate_on_comm_stream=True,
         )
         self.meter.combined(sent=rows.state.foreign_rows, row_bytes=2 * self.shape.hidden)
-        return _Combine(self.meter, combined_TH, event, posted)
+        return Combining(self.meter, combined_TH, event.current_stream_wait, posted)
 
     def close(self) -> None:
         """Give DeepEP's memory back; the buffer is unusable afterwards."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_runtime.expert_parallel.buffer import CombineOrder, MaskedRows
 from moe_runtime.expert_parallel.deepep.library import Library, call
-from moe_runtime.expert_parallel.deepep.meter import DeviceMeter
+from moe_runtime.expert_parallel.deepep.meter import Combining, DeviceMeter
 from moe_runtime.expert_parallel.deepep.shape import Shape
 
 MESSAGE_HEADER_BYTES = 16
@@ -46,9 +46,8 @@ class _Dispatch:
     posted: float
 
     def wait(self) -> MaskedRows:
-        buffer, began = self.buffer, time.monotonic()
-        self.hook()
-        buffer.meter.transfer(posted=self.posted, wait_began=began, done=time.monotonic())
+        buffer = self.buffer
+        buffer.meter.arrive(self.hook, posted=self.posted)
         shape = buffer.shape
         x_sCH, scales = self.received if isinstance(self.received, tuple) else (self.received, None)
         own = _rows_of(self.topk_idx_TK, buffer.rank, shape.slots_per_rank)
@@ -59,20 +58,6 @@ class _Dispatch:
         )
         state = _State(self.handle, self.topk_idx_TK, self.weights_TK, self.counts_s.sum() - own)
         return MaskedRows(x=x_sCH, counts=self.counts_s, weights=None, state=state, scales=scales)
-
-
-@dataclass(slots=True)
-class _Combine:
-    meter: DeviceMeter
-    combined_TH: Tensor
-    hook: Callable[[], None]
-    posted: float
-
-    def wait(self) -> Tensor:
-        began = time.monotonic()
-        self.hook()
-        self.meter.transfer(posted=self.posted, wait_began=began, done=time.monotonic())
-        return self.combined_TH
 
 
 class LowLatencyBuffer:
@@ -86,14 +71,22 @@ class LowLatencyBuffer:
 
     combine_order: ClassVar[CombineOrder] = "backend"
 
-    def __init__(self, library: Library, shape: Shape, *, group: Any, masking: bool = False) -> None:
+    def __init__(
+        self,
+        library: Library,
+        shape: Shape,
+        *,
+        group: Any,
+        masking: bool = False,
+        meter: DeviceMeter | None = None,
+    ) -> None:
         """COLLECTIVE. `masking`: silent ranks can be masked (DeepEP's shrink mode), and a timeout on
         the device masks instead of trapping. UserError when this version cannot; PlanError names
         every limit that `shape` breaks.
         """
         shape.require("deepep_low_latency")
         self.shape, self.rank = shape, group.rank()
-        self.meter = DeviceMeter()
+        self.meter = meter or DeviceMeter()
         self._library = library
         num_bytes = call(
             library.buffer.get_low_latency_rdma_size_hint,
@@ -129,7 +122,7 @@ class LowLatencyBuffer:
         weights_TK = weights_TK.contiguous()
         return _Dispatch(self, received, counts_s, handle, topk_idx_TK, weights_TK, hook, posted)
 
-    def combine(self, y_sCH: Tensor, rows: MaskedRows) -> _Combine:
+    def combine(self, y_sCH: Tensor, rows: MaskedRows) -> Combining:
         """Issue the sends of all valid rows of `y_sCH`, unweighted."""
         posted, state = time.monotonic(), rows.state
         combined_TH, _, hook = call(
@@ -142,7 +135,7 @@ class LowLatencyBuffer:
             return_recv_hook=True,
         )
         self.meter.combined(sent=state.foreign_rows, row_bytes=2 * self.shape.hidden)
-        return _Combine(self.meter, combined_TH, hook, posted)
+        return Combining(self.meter, combined_TH, hook, posted)
 
     def clean(self) -> None:
         """COLLECTIVE: after normal-mode calls on the same memory, or an abandoned transfer."""

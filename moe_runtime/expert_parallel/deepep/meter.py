@@ -1,5 +1,7 @@
-"""A transport meter whose counts may still be on the device when they are booked."""
+"""A transport meter whose counts may still be on the device when they are booked, and a combine it times."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -26,6 +28,12 @@ class DeviceMeter(TransportMeter):
         super().__init__()
         self._pending = _Pending()
 
+    def arrive(self, finish: Callable[[], object], *, posted: float) -> None:
+        """Book a transfer posted at `posted`; `finish` ends it: a wait for its event, or the receive hook."""
+        began = time.monotonic()
+        finish()
+        self.transfer(posted=posted, wait_began=began, done=time.monotonic())
+
     def dispatched(self, *, received: Tensor, sent: Tensor, row_bytes: int) -> None:
         """Book a dispatch: rows received from anywhere, rows sent to other ranks (0-d tensors)."""
         self._pending.received.append(received)
@@ -44,3 +52,17 @@ class DeviceMeter(TransportMeter):
         totals.bytes_dispatched += sum(int(n) * size for n, size in pending.dispatched)
         totals.bytes_combined += sum(int(n) * size for n, size in pending.combined)
         return totals
+
+
+@dataclass(slots=True)
+class Combining:
+    """A combine under way: its result [T, H] is complete after `finish` (see `DeviceMeter.arrive`)."""
+
+    meter: DeviceMeter
+    combined_TH: Tensor
+    finish: Callable[[], object]
+    posted: float
+
+    def wait(self) -> Tensor:
+        self.meter.arrive(self.finish, posted=self.posted)
+        return self.combined_TH

@@ -23,7 +23,7 @@ from moe_runtime.expert_parallel.deepep.expand import (
     reduce,
 )
 from moe_runtime.expert_parallel.deepep.library import Library, call
-from moe_runtime.expert_parallel.deepep.meter import DeviceMeter
+from moe_runtime.expert_parallel.deepep.meter import Combining, DeviceMeter
 from moe_runtime.expert_parallel.deepep.shape import Shape
 from moe_runtime.expert_parallel.payload import quantize
 
@@ -47,9 +47,8 @@ class _Dispatch:
     posted: float
 
     def wait(self) -> GroupedRows:
-        buffer, began = self.buffer, time.monotonic()
-        self.event.current_stream_wait()
-        buffer.meter.transfer(posted=self.posted, wait_began=began, done=time.monotonic())
+        buffer = self.buffer
+        buffer.meter.arrive(self.event.current_stream_wait, posted=self.posted)
         x, ids_NK, weights_NK = self.received
         shape = buffer.shape
         x_NH, scales_NB = x if isinstance(x, tuple) else (x, None)
@@ -70,20 +69,6 @@ class _Dispatch:
         )
 
 
-@dataclass(slots=True)
-class _Combine:
-    meter: DeviceMeter
-    combined_TH: Tensor
-    event: Any
-    posted: float
-
-    def wait(self) -> Tensor:
-        began = time.monotonic()
-        self.event.current_stream_wait()
-        self.meter.transfer(posted=self.posted, wait_began=began, done=time.monotonic())
-        return self.combined_TH
-
-
 class NormalBuffer:
     """COLLECTIVE: see `buffer.Buffer`; `combine_order` is `backend`.
 
@@ -94,13 +79,21 @@ class NormalBuffer:
 
     combine_order: ClassVar[CombineOrder] = "backend"
 
-    def __init__(self, library: Library, shape: Shape, *, group: Any, alignment: int = 1) -> None:
+    def __init__(
+        self,
+        library: Library,
+        shape: Shape,
+        *,
+        group: Any,
+        alignment: int = 1,
+        meter: DeviceMeter | None = None,
+    ) -> None:
         """COLLECTIVE. `group` is what DeepEP takes; groups of received rows start at multiples of
         `alignment`. PlanError names every limit that `shape` breaks.
         """
         shape.require("deepep_normal")
         self.shape, self.alignment, self.rank = shape, alignment, group.rank()
-        self.meter = DeviceMeter()
+        self.meter = meter or DeviceMeter()
         self._library = library
         self._dispatch_config = library.buffer.get_dispatch_config(shape.ranks)
         self._combine_config = library.buffer.get_combine_config(shape.ranks)
@@ -144,7 +137,7 @@ class NormalBuffer:
         )
         return _Dispatch(self, (received_x, ids_NK, weights_NK), handle, event, per_rank_R, posted)
 
-    def combine(self, y_NH: Tensor, rows: GroupedRows) -> _Combine:
+    def combine(self, y_NH: Tensor, rows: GroupedRows) -> Combining:
         """Sum the weighted outputs of this rank's slots per token and send the sums back."""
         posted, state = time.monotonic(), rows.state
         combined_TH, _, event = call(
@@ -157,7 +150,7 @@ class NormalBuffer:
             allocate_on_comm_stream=True,
         )
         self.meter.combined(sent=state.foreign_rows, row_bytes=2 * self.shape.hidden)
-        return _Combine(self.meter, combined_TH, event, posted)
+        return Combining(self.meter, combined_TH, event.current_stream_wait, posted)
 
     def close(self) -> None:
         """Give DeepEP's memory back; the buffer is unusable afterwards."""

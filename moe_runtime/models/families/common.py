@@ -77,30 +77,33 @@ def moe_targets(spec: ModelSpec, layer: int) -> Iterator[TensorTarget]:
         yield from mlp_targets(
             f"{source}.shared_experts", f"{parameter}.shared_experts", spec.hidden, moe.shared_intermediate
         )
-    moe_layer = spec.moe_layers.index(layer)
     for expert in range(moe.num_experts):
+        yield from _expert_targets(f"{source}.experts.{expert}", spec, layer, expert=expert)
+    for part in range(moe.shared_slots):
         yield from _expert_targets(
-            f"{source}.experts.{expert}", f"{parameter}.experts", spec, expert=expert, moe_layer=moe_layer
+            f"{source}.shared_experts", spec, layer, expert=moe.num_experts + part, part=part
         )
 
 
 def _expert_targets(
-    source: str, parameter: str, spec: ModelSpec, *, expert: int, moe_layer: int
+    source: str, spec: ModelSpec, layer: int, *, expert: int, part: int | None = None
 ) -> Iterator[TensorTarget]:
-    inter = spec.moe.intermediate
-    wide, tall = (inter, spec.hidden), (spec.hidden, inter)
-    for name, shape, suffix, row in (
-        ("gate_proj", wide, "gate_up", 0),
-        ("up_proj", wide, "gate_up", inter),
-        ("down_proj", tall, "down", 0),
+    """One expert, or part number `part` of the shared experts, which checkpoints store as one MLP."""
+    inter, hidden = spec.moe.intermediate, spec.hidden
+    stored = inter if part is None else inter * spec.moe.shared_slots
+    for name, axis, suffix, row in (
+        ("gate_proj", 0, "gate_up", 0),
+        ("up_proj", 0, "gate_up", inter),
+        ("down_proj", 1, "down", 0),
     ):
         yield TensorTarget(
             source=f"{source}.{name}.weight",
-            shape=shape,
-            parameter=f"{parameter}.{suffix}",
+            shape=(stored, hidden) if axis == 0 else (hidden, stored),
+            parameter=f"layers.{layer}.moe.experts.{suffix}",
             row_start=row,
+            part=None if part is None else (axis, part * inter, (part + 1) * inter),
             expert=expert,
-            moe_layer=moe_layer,
+            moe_layer=spec.moe_layers.index(layer),
         )
 
 

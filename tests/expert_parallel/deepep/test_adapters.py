@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from moe_runtime.errors import PlanError
+from moe_runtime.expert_parallel.deepep.modes import open_buffers
 from moe_runtime.expert_parallel.deepep.shape import Shape
+from moe_runtime.spec.limits import DISPATCH_MODES, DispatchMode
 from tests.expert_parallel.deepep.deepep_ranks import (
     batch,
     bound,
@@ -17,6 +19,7 @@ from tests.expert_parallel.deepep.deepep_ranks import (
     experts,
     run_ranks,
 )
+from tests.expert_parallel.deepep.double.library import double_library
 
 torch.set_num_threads(1)
 
@@ -74,6 +77,32 @@ def test_every_number_of_ranks(mode, ranks, payload):
     hidden = 128 if mode == "normal" else None
     shape = shape_of(mode, ranks, slots_per_rank=5, payload=payload, hidden=hidden)
     check(mode, shape, [(3 * r + 1) % 8 for r in range(ranks)], drop=0.2)
+
+
+def test_steps_of_either_mode_in_turn_with_two_in_flight():
+    """One group, both buffers of a deployment that chooses per step, one meter."""
+    shape = shape_of("low_latency", 4)
+    steps: tuple[DispatchMode, ...] = ("normal", "low_latency", "low_latency", "normal", "low_latency")
+
+    def work(group):
+        rank = group.rank()
+        buffers: Any = open_buffers(double_library(), shape, group=group, modes=DISPATCH_MODES)
+        results, received = [], []
+        for number, mode in enumerate(steps):
+            buffer = buffers[mode]
+            halves = [batch(shape, (rank + 3 * i) % 8, seed=10 * number + i) for i in range(2)]
+            sent = [buffer.dispatch(b.x_TH, b.slot_ids_TK, b.weights_TK) for b in halves]
+            rows = [s.wait() for s in sent]
+            received += [int(r.counts.sum()) for r in rows]
+            combining = [buffer.combine(experts(r, rank=rank, shape=shape), r) for r in rows]
+            results += [(mode, b, c.wait()) for b, c in zip(halves, combining, strict=True)]
+        assert buffers["normal"].meter.take().received_rows == received
+        return results
+
+    for results in run_ranks(4, work):
+        for mode, b, got in results:
+            total, size = dense(b, shape, mode)
+            assert bool(((got.double() - total).abs() <= bound(mode, total, size, shape)).all())
 
 
 @pytest.mark.parametrize("top_k", range(1, 12))
