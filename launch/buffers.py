@@ -2,7 +2,7 @@
 
 import torch
 
-from moe_runtime.expert_parallel.buffer import Buffers
+from moe_runtime.expert_parallel.buffer import Buffer, Buffers
 from moe_runtime.expert_parallel.collective import CollectiveBuffer
 from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.masked import MaskedBuffer
@@ -46,7 +46,7 @@ def make_buffer(
     return ShmBuffer(sizes, rank=rank, timeout=timeout)
 
 
-def by_mode(buffer: RankBuffer, deployment: EffectiveDeployment) -> Buffers:
+def by_mode(buffer: Buffer, deployment: EffectiveDeployment) -> Buffers:
     """What each dispatch mode of a deployment uses; rows of all modes travel through `buffer`."""
     capacity = deployment.expert_parallel * deployment.dispatch.max_tokens
     have: Buffers = {"normal": buffer, "low_latency": MaskedBuffer(buffer, capacity=capacity)}

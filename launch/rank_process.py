@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from moe_runtime.engine.collectives import CollectiveTrace, writer
 from moe_runtime.engine.sockets import ipc_address
 from moe_runtime.errors import PeerLost, PlanError, StepTimeout, UserError
 from moe_runtime.frontend.fleet import Bootstrap, RankAddress
@@ -39,6 +40,7 @@ FRONTEND_EXIT_SECONDS = 60.0
 # What a rank raises because of another one: it names the ranks that it waited for.
 CONSEQUENCES = (StepTimeout, PeerLost)
 POISON = "MOE_RUNTIME_POISON_KV"
+COLLECTIVES = "MOE_RUNTIME_TRACE_COLLECTIVES"
 
 
 def run(
@@ -83,7 +85,7 @@ class _RankProcess:
         session = self._open_session(rendezvous)
         place = place_of(flight.effective, self.env.rank)
         self._join_world(rendezvous, place, flight.effective.num_ranks)
-        loaded = worker.load(flight, place)
+        loaded = worker.load(flight, place, self._trace_collectives(place))
         rendezvous.publish("card", worker.card(loaded, session))
         cards = rendezvous.gather("card", worker.RankCard, "loading weights")
         poison = os.environ.get(POISON) == "1"
@@ -162,6 +164,14 @@ class _RankProcess:
                     world_size=place.num_ranks,
                     timeout=timedelta(seconds=worker.STEP_TIMEOUT),
                 )
+
+    def _trace_collectives(self, place: Place) -> CollectiveTrace | None:
+        """Written to a folder that must exist, one file per rank, if the environment asks for it."""
+        folder = os.environ.get(COLLECTIVES)
+        if not folder:
+            return None
+        file = (Path(folder) / f"{place.instance.name}.{place.rank}.jsonl").open("w")
+        return CollectiveTrace(place.instance.name, writer(file))
 
     def _start_frontend(
         self, flight: Preflight, session: Path, argv: Sequence[str]

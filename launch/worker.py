@@ -16,6 +16,7 @@ from moe_runtime.checkpoint.load import LoadReport, load_rank
 from moe_runtime.checkpoint.reader import Checkpoint
 from moe_runtime.engine.agree import AgreeLimits
 from moe_runtime.engine.clock import StepClock
+from moe_runtime.engine.collectives import CollectiveTrace, TracedBuffer, TracedExchange
 from moe_runtime.engine.desk import Identity, RequestDesk
 from moe_runtime.engine.messages import ToRank
 from moe_runtime.engine.rank import RankEngine
@@ -71,12 +72,16 @@ class Loaded:
     pool: HostPool | None
     layout: LayoutFingerprint
     agreement: Agreement
+    collectives: CollectiveTrace | None
     dispatch_window: Window | None
     report: LoadReport
 
 
-def load(flight: Preflight, place: Place) -> Loaded:
-    """Build the decoder of a rank, read its weights, and allocate its KV cache."""
+def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = None) -> Loaded:
+    """Build the decoder of a rank, read its weights, and allocate its KV cache.
+
+    `collectives` is told of everything the rank does together with others.
+    """
     deployment = place.deployment
     model = deployment.served(flight.model)
     device = torch.device(flight.effective.cluster.device)
@@ -94,7 +99,7 @@ def load(flight: Preflight, place: Place) -> Loaded:
     decoder = build_decoder(
         model,
         slots_per_rank=slots,
-        buffers=by_mode(buffer, deployment),
+        buffers=by_mode(TracedBuffer(buffer, collectives) if collectives else buffer, deployment),
         slot_tables=[table.layer(i) for i in range(model.num_moe_layers)],
         dtype=getattr(torch, model.dtype),
         device=device,
@@ -122,6 +127,7 @@ def load(flight: Preflight, place: Place) -> Loaded:
         pool=pool,
         layout=fingerprint(digest(repr(flight.model)), deployment.kv),
         agreement=Agreement(place, STEP_TIMEOUT),
+        collectives=collectives,
         dispatch_window=_dispatch_window(buffer, place) if place.leads else None,
         report=report,
     )
@@ -184,6 +190,10 @@ def assemble(
     clock = StepClock(trace=trace)
     leaders = [next(c for c in peers if c.rank == ranks.start) for ranks in place.nodes]
     _connect(loaded.buffer, place, leaders[place.node].dispatch_window, clock)
+    exchange = loaded.agreement.connect([c.agreement for c in leaders])
+    if loaded.collectives is not None:
+        loaded.collectives.where = clock
+        exchange = TracedExchange(exchange, loaded.collectives)
     desk = RequestDesk(
         identity=Identity(
             instance=place.instance.name,
@@ -216,7 +226,7 @@ def assemble(
         scheduler=scheduler,
         decoder=loaded.decoder,
         kv_cache=loaded.kv_cache,
-        exchange=loaded.agreement.connect([c.agreement for c in leaders]),
+        exchange=exchange,
         limits=AgreeLimits(
             max_batch_tokens=s.max_batch_tokens,
             chunk_tokens=s.chunk_tokens,
