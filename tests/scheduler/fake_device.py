@@ -78,7 +78,7 @@ class Runner:
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, str] = {}
         self.handoffs: dict[int, np.ndarray] = {}
-        self.preemptions = 0
+        self.preemptions = self.fresh = self.cached = self.again = 0
 
     def step(self, level: int | None = None) -> bool:
         """One step; False when there was nothing to run and nothing in flight."""
@@ -92,6 +92,9 @@ class Runner:
         if level is None:
             level = min(limits.max_batch_tokens, work.decode_tokens + limits.chunk_tokens)
         scheduled = self.scheduler.build(level)
+        self.fresh += scheduled.prefill_tokens
+        self.cached += scheduled.cached_tokens
+        self.again += scheduled.recomputed_tokens
         inputs = scheduled.inputs
         assert inputs.num_decode == work.decode_tokens
         assert inputs.num_tokens <= max(level, work.decode_tokens)

@@ -217,10 +217,13 @@ def test_references_resolve_to_the_previous_sample():
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**20), count=st.integers(1, 8), blocks=st.sampled_from([16, 30, 64]))
 def test_advance_equals_single_steps(seed, count, blocks):
+    """Prompts and outputs repeat (all samples are 0), so blocks are found, kept and evicted all the time."""
+
     def fresh() -> Scheduler:
         rng = np.random.default_rng(seed)
         scheduler = Scheduler(limits(num_blocks=blocks))
-        for i, prompt in enumerate(prompts(rng, count, 20)):
+        for i in range(count):
+            prompt = [int(rng.integers(0, 2))] * int(rng.integers(1, 21))
             scheduler.add(make_sequence(request(i, prompt, int(rng.integers(1, 30))), (EOS,)))
         return scheduler
 
@@ -236,7 +239,9 @@ def test_advance_equals_single_steps(seed, count, blocks):
         t = scheduler.table
         running = t.stamp >= 0
         numbers = [t.num_tokens, t.num_computed, t.num_blocks, t.last_token]
-        return [running.tolist(), [n[running].tolist() for n in numbers], scheduler.pool.num_free]
+        pool = scheduler.pool
+        kept = [sorted(pool._block_of), [pool._key_of[b] for b in pool._idle], scheduler.step]
+        return [running.tolist(), [n[running].tolist() for n in numbers], pool.num_free, kept]
 
     leaps, steps = fresh(), fresh()
     while True:
