@@ -7,6 +7,7 @@ import numpy as np
 from moe_runtime.engine.agree import StepDecision
 from moe_runtime.expert_parallel.meter import TransportTotals
 from moe_runtime.scheduler.scheduler import Scheduled
+from moe_runtime.spec.limits import DISPATCH_MODES
 
 
 def step_row(scheduled: Scheduled, decision: StepDecision, totals: TransportTotals) -> dict[str, Any]:
@@ -20,6 +21,8 @@ def step_row(scheduled: Scheduled, decision: StepDecision, totals: TransportTota
         "cached_tokens": scheduled.cached_tokens,
         "recomputed_tokens": scheduled.recomputed_tokens,
         "received_rows": received,
+        "dispatch_mode": DISPATCH_MODES.index(decision.dispatch_mode),
+        "rows_dispatched": totals.rows_dispatched,
         "bytes_dispatched": totals.bytes_dispatched,
         "bytes_combined": totals.bytes_combined,
         "transport_busy": totals.busy,

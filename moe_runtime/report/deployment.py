@@ -10,7 +10,7 @@ import numpy as np
 
 from moe_runtime.report import balance
 from moe_runtime.report.facts import Denominators, DeploymentFacts, Gaps
-from moe_runtime.report.records import NOT_MEASURED, OVERLAP_REASONS, PHASES, RankSteps
+from moe_runtime.report.records import I64, NOT_MEASURED, OVERLAP_REASONS, PHASES, RankSteps
 from moe_runtime.report.schema import (
     Deployment,
     Exchange,
@@ -21,6 +21,7 @@ from moe_runtime.report.schema import (
     RankUse,
     Throughput,
 )
+from moe_runtime.spec.limits import DISPATCH_MODES
 
 # Phases are exclusive, so they add up to the step; clocks are read at slightly different moments.
 _PHASE_TOLERANCE = 0.02
@@ -73,6 +74,7 @@ def describe(
         instances=facts.instances,
         redundant_experts=facts.redundant_experts,
         dispatch_backend=facts.dispatch_backend,
+        dispatch_modes=_named(_of_instances(ranks, "dispatch_mode"), DISPATCH_MODES),
         throughput=counted.throughput(over),
         steps=_count_steps(facts, ranks),
         mean_step_ms=gaps.given(
@@ -156,19 +158,24 @@ def _kv_use(facts: DeploymentFacts, ranks: Sequence[RankSteps], path: str, gaps:
 def _exchange(facts: DeploymentFacts, ranks: Sequence[RankSteps], path: str, gaps: Gaps) -> Exchange:
     rows = sum(int(r.tokens.sum()) for r in ranks)
     values: dict[str, int | float | None] = {}
-    for name, column in (("dispatched", "bytes_dispatched"), ("combined", "bytes_combined")):
+    for name, column in (
+        ("dispatched_rows", "rows_dispatched"),
+        ("dispatched_bytes", "bytes_dispatched"),
+        ("combined_bytes", "bytes_combined"),
+    ):
         parts = [getattr(r, column) for r in ranks]
         measured = bool(parts) and not any((p == NOT_MEASURED).any() for p in parts)
         total = sum(int(p.sum()) for p in parts) if measured else None
-        values[f"{name}_bytes"] = total
-        values[f"{name}_bytes_per_token"] = None if total is None or not rows else total / rows
+        values[name] = total
+        values[f"{name}_per_token"] = None if total is None or not rows else total / rows
         if total is None:
-            reason = f"the {facts.dispatch_backend} backend did not count bytes in every step of the window"
+            what = name.partition("_")[2]
+            reason = f"the {facts.dispatch_backend} backend did not count {what} in every step of the window"
             reason = reason if ranks else "no records of this deployment"
-            gaps.null(f"{path}.{name}_bytes", reason)
-            gaps.null(f"{path}.{name}_bytes_per_token", reason)
+            gaps.null(f"{path}.{name}", reason)
+            gaps.null(f"{path}.{name}_per_token", reason)
         elif not rows:
-            gaps.null(f"{path}.{name}_bytes_per_token", "no tokens were run in the window")
+            gaps.null(f"{path}.{name}_per_token", "no tokens were run in the window")
     return Exchange(**values)  # type: ignore[arg-type]
 
 
@@ -203,16 +210,24 @@ def _hidden(facts: DeploymentFacts, ranks: Sequence[RankSteps], path: str, gaps:
 
 
 def _overlap(ranks: Sequence[RankSteps], path: str, gaps: Gaps) -> OverlapUse:
-    """All ranks of an instance decide alike, so its rank 0 speaks for it."""
-    firsts = [r for r in ranks if r.rank == 0 and len(r)]
-    reasons = np.concatenate([r.overlap_reason for r in firsts]) if firsts else np.zeros(0, np.int64)
-    counts = np.bincount(reasons, minlength=len(OVERLAP_REASONS))
-    split = np.concatenate([r.micro_batches == 2 for r in firsts]) if firsts else np.zeros(0)
+    split = _of_instances(ranks, "micro_batches") == 2
     fraction = float(split.mean()) if len(split) else None
     return OverlapUse(
         overlapped_fraction=gaps.given(fraction, f"{path}.overlapped_fraction", "no step was recorded"),
-        reasons={name: int(n) for name, n in zip(OVERLAP_REASONS, counts, strict=True) if n},
+        reasons=_named(_of_instances(ranks, "overlap_reason"), OVERLAP_REASONS),
     )
+
+
+def _of_instances(ranks: Sequence[RankSteps], column: str) -> I64:
+    """What was agreed in the steps of each instance: all its ranks have the same, so rank 0 speaks for it."""
+    firsts = [getattr(r, column) for r in ranks if r.rank == 0]
+    return np.concatenate(firsts) if firsts else np.zeros(0, np.int64)
+
+
+def _named(indices: I64, names: Sequence[str]) -> dict[str, int]:
+    """How often each name occurs, of those that do."""
+    counts = np.bincount(indices, minlength=len(names))
+    return {name: int(n) for name, n in zip(names, counts, strict=True) if n}
 
 
 def _rank_use(

@@ -63,6 +63,8 @@ _FLAT: dict[str, str] = {
     "cached_tokens": "<i8",
     "recomputed_tokens": "<i8",
     "kv_used_blocks": "<i8",
+    "dispatch_mode": "<i8",
+    "rows_dispatched": "<i8",
     "bytes_dispatched": "<i8",
     "bytes_combined": "<i8",
     "transport_busy": "<f8",
@@ -92,6 +94,8 @@ class RankSteps:
     recomputed_tokens  int64 [S]: prefill rows run again after a preemption (not in `prefill_tokens`)
     received_rows      int64 [S, M]: real (token, expert) pairs that this rank's slots received
     kv_used_blocks     int64 [S]: blocks of the primary group in use after the step
+    dispatch_mode      int64 [S]: how rows travelled, as an index into DISPATCH_MODES
+    rows_dispatched    int64 [S]: rows this rank sent to other ranks in dispatches, as they travel
     bytes_dispatched   int64 [S]: bytes this rank sent to other ranks in dispatches
     bytes_combined     int64 [S]: bytes this rank sent to other ranks in combines
     transport_busy     float64 [S]: seconds in which a transfer of this rank was under way
@@ -114,6 +118,8 @@ class RankSteps:
     recomputed_tokens: I64
     received_rows: I64
     kv_used_blocks: I64
+    dispatch_mode: I64
+    rows_dispatched: I64
     bytes_dispatched: I64
     bytes_combined: I64
     transport_busy: F64
@@ -198,6 +204,8 @@ class StepLog:
         preemptions: int,
         micro_batches: int = 1,
         overlap_reason: int = 0,
+        dispatch_mode: int = 0,
+        rows_dispatched: int = NOT_MEASURED,
         bytes_dispatched: int = NOT_MEASURED,
         bytes_combined: int = NOT_MEASURED,
         transport_busy: float = float("nan"),
@@ -238,6 +246,8 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     recomputed_tokens: bytes
     received_rows: bytes
     kv_used_blocks: bytes
+    dispatch_mode: bytes
+    rows_dispatched: bytes
     bytes_dispatched: bytes
     bytes_combined: bytes
     transport_busy: bytes

@@ -159,10 +159,12 @@ class LayerBalance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Bytes sent between ranks in the window."""
+    """What ranks sent each other in the window; dispatched rows as they travel."""
 
+    dispatched_rows: int | None
     dispatched_bytes: int | None
     combined_bytes: int | None
+    dispatched_rows_per_token: float | None
     dispatched_bytes_per_token: float | None
     combined_bytes_per_token: float | None
 
@@ -197,7 +199,7 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One role: prefill, decode or unified."""
+    """One role: prefill, decode or unified. `dispatch_modes`: steps by how their rows travelled."""
 
     name: str
     nodes: float
@@ -206,6 +208,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     instances: tuple[str, ...]
     redundant_experts: int
     dispatch_backend: str
+    dispatch_modes: dict[str, int]
     throughput: Throughput
     steps: int
     mean_step_ms: float | None

@@ -170,6 +170,10 @@ def _deployments(report: Report, color: bool) -> RenderableType:
         lambda d: f"{percent(d.kv.peak_fraction)} / {percent(d.kv.mean_fraction)}",
     )
     row("preemptions", lambda d: number(d.preemptions))
+    row(
+        "steps by dispatch mode", lambda d: ", ".join(f"{m} {number(n)}" for m, n in d.dispatch_modes.items())
+    )
+    row("dispatched, rows per token", lambda d: number(d.exchange.dispatched_rows_per_token))
     row("dispatched, bytes per token", lambda d: number(d.exchange.dispatched_bytes_per_token))
     row("combined, bytes per token", lambda d: number(d.exchange.combined_bytes_per_token))
     row("transport time hidden", lambda d: percent(d.hidden))

@@ -83,6 +83,7 @@ def make_steps(instance, rank, rows, *, layers=3) -> RankSteps:
             received_rows=[0] * layers,
             kv_used_blocks=0,
             preemptions=0,
+            rows_dispatched=0,
             bytes_dispatched=0,
             bytes_combined=0,
             transport_busy=0.04,

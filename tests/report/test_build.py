@@ -225,6 +225,23 @@ def test_hidden_transport(make, ranks, row, hidden, reason):
     assert any(m.path == "deployments.unified.hidden" and reason in m.reason for m in report.missing)
 
 
+def test_rows_and_steps_by_dispatch_mode(make):
+    """All ranks of an instance decide alike: steps are counted once, rows on every rank."""
+    modes = (0, 1, 1, 0, 1)
+    ranks = [
+        make.steps(
+            "unified/0",
+            rank,
+            [dict(decode_tokens=2, dispatch_mode=m, rows_dispatched=3 + rank) for m in modes],
+        )
+        for rank in range(2)
+    ]
+    requests = [alone(make, 0, 0.0, [1.0]), alone(make, 1, 10.0, [10.5])]
+    d = section(build(unified(make, 2), requests, ranks), "unified")
+    assert d.dispatch_modes == {"normal": 2, "low_latency": 3}
+    assert (d.exchange.dispatched_rows, d.exchange.dispatched_rows_per_token) == (35, 35 / 20)
+
+
 def test_unmeasured_bytes_are_null(make):
     steps = [make.steps("unified/0", 0, [dict(decode_tokens=1), dict(decode_tokens=1, bytes_dispatched=-1)])]
     requests = [alone(make, 0, 0.0, [1.0]), alone(make, 1, 10.0, [10.5])]

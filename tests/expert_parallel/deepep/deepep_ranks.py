@@ -1,9 +1,8 @@
 """Ranks as threads over the double, row-wise test experts and the dense reference they are held against."""
 
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from moe_runtime.expert_parallel.payload import quantize
 from tests.expert_parallel.deepep.double.exchange import DoubleGroup
 from tests.expert_parallel.deepep.double.library import create_group_window, double_library, open_group
 from tests.expert_parallel.deepep.double.scales import cast
+from tests.expert_parallel.threads import run_threads
 
 ADAPTERS = {"normal": NormalBuffer, "low_latency": LowLatencyBuffer, "elastic": ElasticRowsBuffer}
 TIMEOUT = 10.0
@@ -29,30 +29,18 @@ def run_ranks(
 ) -> list[Any]:
     """`work` of every rank on a thread of its own; the first error of any rank is raised here."""
     window = create_group_window(num_ranks)
-    results: list[Any] = [None] * num_ranks
-    errors: list[tuple[float, BaseException]] = []
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> Any:
         group = open_group(window.address, rank=rank, num_ranks=num_ranks, timeout=timeout)
         try:
-            results[rank] = work(group)
-        except BaseException as error:  # noqa: BLE001 - raised again by the main thread
-            errors.append((time.monotonic(), error))
+            return work(group)
         finally:
             group.mailbox.close()
 
-    threads = [threading.Thread(target=one, args=(r,), daemon=True) for r in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + deadline
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
-    alive = [r for r, t in enumerate(threads) if t.is_alive()]
-    window.close()
-    assert not alive, f"ranks {alive} did not finish within {deadline} s"
-    if errors:
-        raise min(errors, key=lambda e: e[0])[1]
-    return results
+    try:
+        return run_threads([partial(one, r) for r in range(num_ranks)], deadline=deadline)
+    finally:
+        window.close()
 
 
 @dataclass(frozen=True)
