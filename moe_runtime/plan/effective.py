@@ -143,6 +143,12 @@ class EffectiveServer:
     host: str
     port: int
     frontends: int
+    served_name: str
+    max_body_bytes: int
+    max_choices: int
+    timeout_s: float
+    grace_s: float
+    log: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,11 +117,24 @@ class DeploymentSection(Section):
 
 
 class ServerSection(Section):
-    """Where clients connect."""
+    """Where clients connect, and what they may ask for.
+
+    served_name     what clients call the model; empty: the name of the checkpoint's folder
+    max_body_bytes  of a request
+    max_choices     outputs that one request may ask for: prompts x n
+    timeout_s       from a request's arrival to its last token, unless it names less
+    grace_s         how long running requests may go on once the server is told to stop
+    """
 
     host: Text = "127.0.0.1"
     port: Annotated[int, Ge(1024), Le(65535)] = 8000
     frontends: Annotated[int, Ge(1), Le(1024)] = 1
+    served_name: str = ""
+    max_body_bytes: Annotated[int, Ge(1024), Le(2**30)] = 4 << 20
+    max_choices: Annotated[int, Ge(1), Le(1024)] = 128
+    timeout_s: Annotated[float, Gt(0), Le(86_400)] = 600.0
+    grace_s: Annotated[float, Ge(0), Le(86_400)] = 30.0
+    log: Literal["plain", "json"] = "plain"
 
 
 class SloSection(Section):
