@@ -9,12 +9,14 @@ import torch
 from safetensors.torch import load_file
 
 from moe_runtime.checkpoint import load as load_module
+from moe_runtime.checkpoint import shapes
 from moe_runtime.checkpoint.load import load_rank
 from moe_runtime.checkpoint.make import make_checkpoint
 from moe_runtime.checkpoint.reader import Checkpoint
 from moe_runtime.errors import CheckpointError
 from moe_runtime.models.families import registry
 from moe_runtime.placement.placement import Placement, linear
+from moe_runtime.spec.model import serve_shared_in_slots
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")
 
@@ -36,19 +38,27 @@ def stored_tensors(path):
     return {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
+def parameter_shapes(targets):
+    """Shape of each parameter in `spec.weights`, without the axis of the slots."""
+    found: dict[str, tuple[int, ...]] = {}
+    for t in targets:
+        rows, *others = t.used_shape
+        before = found.get(t.parameter, (0,))[0]
+        found[t.parameter] = (max(before, t.row_start + rows), *others)
+    return found
+
+
 def allocate(targets, slots_per_rank, dtype=torch.float32):
     """Parameters of the shapes in `spec.weights`, filled with a value that a test can tell from weights."""
-    shapes: dict[str, tuple[int, ...]] = {}
     fp32 = {t.parameter for t in targets if t.fp32}
-    for t in targets:
-        slots = () if t.moe_layer is None else (slots_per_rank,)
-        rows = t.row_start + t.shape[0]
-        if t.parameter in shapes:
-            rows = max(rows, shapes[t.parameter][len(slots)])
-        shapes[t.parameter] = (*slots, rows, *t.shape[1:])
+    in_slots = {t.parameter for t in targets if t.moe_layer is not None}
     return {
-        name: torch.full(shape, 777.0, dtype=torch.float32 if name in fp32 else dtype)
-        for name, shape in shapes.items()
+        name: torch.full(
+            (slots_per_rank, *shape) if name in in_slots else shape,
+            777.0,
+            dtype=torch.float32 if name in fp32 else dtype,
+        )
+        for name, shape in parameter_shapes(targets).items()
     }
 
 
@@ -125,6 +135,34 @@ def test_an_expert_in_two_slots_is_read_once(path, opened):
     report = load_rank(opened, targets, parameters, lambda layer: placement.local_experts(layer, 0))
     assert report.bytes_read == report.bytes_needed == sum(e.nbytes for e in opened.entries.values())
     assert_loaded(stored_tensors(path), targets, parameters, lambda layer: row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_stored_shared_experts_go_to_slots_and_no_more_is_read(tmp_path, monkeypatch, dtype):
+    """The hub stores shared experts as one MLP: expert E + j is a block of its rows, or of its columns."""
+    plain = shapes.config
+    monkeypatch.setattr(shapes, "config", lambda *a: {**plain(*a), "n_shared_experts": 3})
+    make_checkpoint(tmp_path / "c", family="deepseek_v3", size="tiny")
+    spec = serve_shared_in_slots(registry.read_spec(tmp_path / "c"))
+    targets, stored = registry.tensor_targets(spec), stored_tensors(tmp_path / "c")
+    row = np.array([33, 4, -1, 34, 33], np.int32)
+    inter, hidden = spec.moe.intermediate, spec.hidden
+    with Checkpoint.open(tmp_path / "c") as checkpoint:
+        checkpoint.validate(targets, lambda name: False)
+        parameters = allocate(targets, 5, dtype)
+        report = load_rank(checkpoint, targets, parameters, lambda layer: row)
+    assert report.bytes_read == report.bytes_needed
+    replicated = sum(stored[t.source].nbytes for t in targets if t.expert is None)
+    assert report.bytes_needed == replicated + 3 * (3 * inter * hidden * 4) * spec.num_moe_layers
+    for layer in spec.moe_layers:
+        source = f"model.layers.{layer}.mlp.shared_experts"
+        gate, up, down = (stored[f"{source}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        gate_up = parameters[f"layers.{layer}.moe.experts.gate_up"]
+        for slot, part in ((0, 1), (3, 2), (4, 1)):
+            block = slice(part * inter, (part + 1) * inter)
+            assert torch.equal(gate_up[slot], torch.cat([gate[block], up[block]]).to(dtype))
+            assert torch.equal(parameters[f"layers.{layer}.moe.experts.down"][slot], down[:, block].to(dtype))
+        assert not gate_up[2].any()
 
 
 @pytest.mark.parametrize("stored_as", ["float32", "bfloat16", "float16"])

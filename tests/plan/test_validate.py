@@ -47,6 +47,28 @@ def test_weights_of_all_ranks_are_the_model(tmp_path: Path):
         assert budget.redundant_experts == 0
 
 
+def test_shared_experts_in_slots_are_counted_there(tmp_path: Path):
+    sets = ("deployments.unified.expert_parallel=4", "deployments.unified.redundant_experts=3")
+    _, _, (plain,) = checked(tmp_path, UNIFIED, *sets)
+    _, plan, (slots,) = checked(tmp_path, UNIFIED, *sets, "deployments.unified.shared_experts=slots")
+    unified = plan.deployment("unified")
+    assert (unified.num_slots, unified.slots_per_rank, unified.surplus_slots) == (36, 9, 0)
+    expert = 7 * parameter_counts(SMALL_DEEPSEEK).expert * 4
+    assert plain.shared_weights - slots.shared_weights == expert
+    # 33 experts take 9 slots of a rank, which the 3 redundant ones fill.
+    assert (slots.experts, slots.redundant_experts) == (9 * expert, 0)
+    # A row more per token and rank comes back, an expert more per token is received.
+    assert slots.dispatch > plain.dispatch
+
+
+@pytest.mark.parametrize("backend", ["shm", "torch"])
+def test_low_latency_mode_takes_memory_for_static_shapes(tmp_path: Path, backend: str):
+    sets = ("deployments.unified.expert_parallel=4", f"deployments.unified.dispatch.backend={backend}")
+    _, _, (normal,) = checked(tmp_path, UNIFIED, *sets)
+    _, _, (both,) = checked(tmp_path, UNIFIED, *sets, "deployments.unified.dispatch.mode=per_step")
+    assert both.dispatch - normal.dispatch == 8 * (4 * 512) * 2 * (512 * 4)
+
+
 def test_uneven_ranks_count_their_surplus_slot(tmp_path: Path):
     _, plan, (budget,) = checked(tmp_path, UNIFIED, "deployments.unified.expert_parallel=3")
     assert plan.deployment("unified").surplus_slots == 1

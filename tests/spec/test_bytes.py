@@ -16,6 +16,7 @@ from moe_runtime.spec.bytes import (
     local_dispatch_bytes,
     low_latency_buffer_bytes,
     low_latency_max_tokens,
+    masked_rows_bytes,
     parameter_counts,
     replicated_weight_bytes,
     shared_memory_dispatch_bytes,
@@ -25,7 +26,7 @@ from moe_runtime.spec.bytes import (
     wire_row_bytes,
     workspace_bytes,
 )
-from moe_runtime.spec.model import DTYPE_BYTES, GqaSpec, MlaSpec, ModelSpec
+from moe_runtime.spec.model import DTYPE_BYTES, GqaSpec, MlaSpec, ModelSpec, serve_shared_in_slots
 from tests.spec.model_specs import DEEPSEEK_V3, QWEN3_30B, SMALL_DEEPSEEK, SMALL_QWEN
 
 
@@ -40,6 +41,9 @@ VARIANTS = {
     "deepseek without shared experts": replace(
         SMALL_DEEPSEEK, moe=replace(SMALL_DEEPSEEK.moe, shared_intermediate=0)
     ),
+    "deepseek, two shared experts in slots": serve_shared_in_slots(
+        replace(SMALL_DEEPSEEK, moe=replace(SMALL_DEEPSEEK.moe, shared_intermediate=512))
+    ),
     "deepseek tied": replace(SMALL_DEEPSEEK, tie_embeddings=True),
     "qwen tied": SMALL_QWEN,
     "qwen untied, some dense layers": replace(SMALL_QWEN, tie_embeddings=False, moe_layers=(0, 2, 3, 6)),
@@ -52,14 +56,14 @@ VARIANTS = {
 def test_counts_are_those_of_the_tensors(model: ModelSpec):
     targets = tensor_targets(model)
     counts = parameter_counts(model)
-    replicated = sum(prod(t.shape) for t in targets if t.expert is None and not t.fp32)
-    biases = sum(prod(t.shape) for t in targets if t.fp32)
-    one_expert = sum(prod(t.shape) for t in targets if t.expert == 0 and t.moe_layer == 0)
+    replicated = sum(prod(t.used_shape) for t in targets if t.expert is None and not t.fp32)
+    biases = sum(prod(t.used_shape) for t in targets if t.fp32)
+    one_expert = sum(prod(t.used_shape) for t in targets if t.expert == 0 and t.moe_layer == 0)
     assert counts.replicated == replicated
     assert counts.replicated_fp32 == biases
     assert counts.expert == one_expert
     assert counts.num_experts == len({(t.moe_layer, t.expert) for t in targets if t.expert is not None})
-    assert counts.total == sum(prod(t.shape) for t in targets)
+    assert counts.total == sum(prod(t.used_shape) for t in targets)
 
 
 def test_published_totals():
@@ -153,6 +157,27 @@ def test_dispatch_bytes():
     assert shared_memory_dispatch_bytes(**sizes, local_slots=2) == 4 * area + 60 * (8 + 16)
     wide = {**sizes, "dispatch_row": 80}
     assert shared_memory_dispatch_bytes(**wide, local_slots=2) == 4 * 10 * (80 + 16) + 60 * (80 + 16)
+
+
+def test_masked_rows_have_a_place_for_every_row_of_every_rank_in_each_slot():
+    sizes = {"max_tokens": 10, "ranks": 3, "local_slots": 5}
+    assert masked_rows_bytes(**sizes, dispatch_row=8, combine_row=16) == 5 * 30 * (8 + 16)
+
+
+def test_shared_experts_in_slots_are_the_same_parameters():
+    for model in (SMALL_DEEPSEEK, DEEPSEEK_V3):
+        served = serve_shared_in_slots(model)
+        assert (served.moe.slot_experts, served.moe.slots_per_token) == (
+            model.moe.num_experts + 1,
+            model.moe.router.top_k + 1,
+        )
+        plain, slots = parameter_counts(model), parameter_counts(served)
+        assert (slots.total, slots.active) == (plain.total, plain.active)
+        assert plain.replicated - slots.replicated == model.num_moe_layers * slots.expert
+    assert serve_shared_in_slots(SMALL_QWEN) == SMALL_QWEN
+    odd = replace(SMALL_DEEPSEEK, moe=replace(SMALL_DEEPSEEK.moe, shared_intermediate=300))
+    with pytest.raises(ValueError, match="300 are no multiple of 256"):
+        serve_shared_in_slots(odd)
 
 
 def test_rows_on_the_wire():
