@@ -244,7 +244,7 @@ def test_bench_reports_what_was_asked(tmp_path, checkpoints):
     """The demo's shape, on the tiny model: the counts of the report are those of the trace."""
     deployments = {
         "prefill": {"expert_parallel": 2},
-        "decode": {"expert_parallel": 3, "redundant_experts": 4},
+        "decode": {"expert_parallel": 3, "redundant_experts": 4, "dispatch": {"mode": "per_step"}},
     }
     asked = trace(tmp_path / "trace.jsonl", *range(0, 2000, 100), output=8)
     command = bench_command(tmp_path, checkpoints["qwen3_moe"], deployments, asked)
@@ -256,6 +256,9 @@ def test_bench_reports_what_was_asked(tmp_path, checkpoints):
     by_name = {d.name: d for d in report.deployments}
     assert by_name["prefill"].expert_parallel == 2
     assert by_name["decode"].expert_parallel == 3
+    assert by_name["prefill"].dispatch_modes == {"normal": by_name["prefill"].steps}
+    assert by_name["decode"].dispatch_modes == {"low_latency": by_name["decode"].steps}
+    assert all(d.exchange.dispatched_rows for d in report.deployments)
     assert report.whole_run.output_tokens == 20 * 8
     shown = moe("report", tmp_path / "run.json")
     assert shown.code == 0

@@ -21,7 +21,7 @@ SPLIT = {
 }
 
 
-def unified(ep: int = 1, **sections: dict) -> dict:
+def unified(ep: int = 1, **sections: object) -> dict:
     return {"unified": {"expert_parallel": ep, **sections}}
 
 
@@ -138,6 +138,33 @@ def test_an_instance_over_two_nodes(tmp_path, checkpoints, references):
     done = moe(*arguments, "--set", "cluster.nodes=2")
     assert done.code == 0, done.err
     compare(references["deepseek_v3"], read_generated(out, logits))
+
+
+MODES = {
+    "unified_per_step": unified(
+        3,
+        redundant_experts=5,
+        shared_experts="slots",
+        scheduler={"chunk_tokens": 50},
+        dispatch={"max_tokens": 16, "mode": "per_step"},
+        overlap={"micro_batches": 2},
+    ),
+    "split_low_latency": {
+        "prefill": {"expert_parallel": 2, "dispatch": {"backend": "torch", "mode": "low_latency"}},
+        "decode": {
+            "expert_parallel": 4,
+            "redundant_experts": 3,
+            "shared_experts": "slots",
+            "dispatch": {"mode": "low_latency", "max_tokens": 8},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("deployments", MODES)
+def test_dispatch_modes_and_shared_slots_change_no_token(tmp_path, checkpoints, references, deployments):
+    generated = generate(tmp_path, checkpoints, "deepseek_v3", MODES[deployments])
+    compare(references["deepseek_v3"], generated)
 
 
 def test_a_model_without_experts(tmp_path, checkpoints):
