@@ -16,7 +16,17 @@ LINKED = ("kernels", "placement", "eplb", "launch")
 # Module prefix -> prefixes of the package it may import. The longest matching prefix counts.
 # Everybody may import errors, files and shared_memory (`COMMON`), but kernels, placement and eplb.
 COMMON = ("errors", "files", "shared_memory")
-CONTROL = ("scheduler", "engine.agree", "transfer.states", "transfer.leases", "frontend.router")
+CONTROL = (
+    "scheduler",
+    "engine.agree",
+    "engine.watchers",
+    "transfer.states",
+    "transfer.leases",
+    "frontend.router",
+    "frontend.admission",
+    "frontend.board",
+    "frontend.advice",
+)
 NUMPY = ("placement", "eplb")
 HEAVY = ("models", "checkpoint", "expert_parallel", "kernels")
 LAYERS: dict[str, tuple[str, ...]] = {
@@ -31,6 +41,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "transfer.handoff": (),
     "transfer": ("transfer", "spec", *COMMON),
     "frontend.router": ("spec", "errors"),
+    "frontend.admission": (),
+    "frontend.board": ("engine.messages",),
+    "frontend.advice": ("frontend.board",),
     "kernels": ("kernels",),
     "placement": ("placement",),
     "eplb": ("eplb", "placement"),
@@ -56,6 +69,7 @@ TORCH_FREE = (
     "transfer.leases",
     "transfer.handoff",
     "frontend.fleet",
+    "frontend.metrics",
     "frontend.replay",
     "report.build",
     "placement.placement",

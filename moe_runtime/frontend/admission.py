@@ -82,7 +82,8 @@ def derive_limits(
     """Limits that follow from the KV capacity of the ranks that decode, shared by the frontends.
 
     `prefill_kv_tokens` is what one prefill rank caches (a unified rank: the same as `rank_kv_tokens`).
-    As much as runs may wait once more; the time to the first token is what bounds the queue in practice.
+    As much as runs may wait once more; what bounds the queue in practice is that a request may expect to
+    wait for half of the objective. The other half is for the error of that guess and its own prefill.
     """
     running_requests = max(1, decode_ranks * rank_sequences // frontends)
     running_tokens = max(1, decode_ranks * rank_kv_tokens // frontends)
@@ -93,7 +94,7 @@ def derive_limits(
         running_tokens=running_tokens,
         queue_requests=running_requests,
         queue_tokens=running_tokens,
-        max_wait=ttft_seconds,
+        max_wait=ttft_seconds / 2,
         timeout=timeout,
     )
 

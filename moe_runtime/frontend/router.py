@@ -36,7 +36,10 @@ class Router:
     def __init__(
         self, targets: list[Target], *, kv_tokens: int | None = None, affinity_tokens: int = AFFINITY_TOKENS
     ) -> None:
-        """`kv_tokens`: what the KV cache of each target holds; None: no limit."""
+        """`kv_tokens`: what the KV cache of each target holds; None: no limit.
+
+        `affinity_tokens` 0: prefixes do not matter, as where prompts are not computed.
+        """
         self.targets = targets
         self._kv_tokens = kv_tokens
         self._affinity_tokens = affinity_tokens
@@ -104,7 +107,7 @@ class Router:
 
     def _homes_of(self, prompt: Sequence[int]) -> list[int]:
         """Targets that have computed the prefix, in the order they got it; a new list for a new one."""
-        if len(prompt) < self._affinity_tokens:
+        if not self._affinity_tokens or len(prompt) < self._affinity_tokens:
             return []
         prefix = np.asarray(prompt[: self._affinity_tokens], np.int32).tobytes()
         key = hashlib.blake2b(prefix, digest_size=16).digest()
