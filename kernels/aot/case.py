@@ -74,7 +74,7 @@ class AotCase:
     fp_fusion      whether the launcher lets products and sums fuse into one rounding
     matrix         the matrix instruction its main loop must use: none, bf16 (wgmma / tcgen05 / mfma),
                    fp8 (the fp8 form of it), small (tiles too small for those; mma.sync allowed)
-    streams        True if its main loop must load 16 bytes at a time (asynchronous copies or TMA)
+    streams        True if its main loop (or all of it, without one) must load 16 bytes at a time or by TMA
     representative True for the subset that the test suite compiles
     """
 

@@ -60,6 +60,7 @@ class Compiled:
     warps           per program; more than asked for if warps were specialised
     matrix          kind of matrix instruction -> count in the code
     loops           the innermost loops that load or multiply
+    whole           the whole kernel, as if it were one
     """
 
     registers: int
@@ -70,6 +71,7 @@ class Compiled:
     warps: int
     matrix: Mapping[str, int]
     loops: tuple[Loop, ...]
+    whole: Loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +94,19 @@ def local_memory_accesses(sass: str) -> int:
     return sum(m.group(2).startswith(("LDL", "STL")) for m in _SASS_LINE.finditer(sass))
 
 
-def nvidia_loops(sass: str) -> tuple[Loop, ...]:
-    """Main loops of a kernel in the text of `cuobjdump -sass`."""
+def nvidia_loops(sass: str) -> tuple[tuple[Loop, ...], Loop]:
+    """Main loops, and the whole, of a kernel in the text of `cuobjdump -sass`."""
     code = []
     for match in _SASS_LINE.finditer(sass):
         address, name, operands = match.groups()
         jump = re.search(r"0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
         code.append(_Instruction(name, _address(address), _address(jump.group(1)) if jump else ""))
-    return _main_loops(code)
+    return _main_loops(code), _measure(instruction.name for instruction in code)
 
 
-def amd_loops(assembly: str) -> tuple[Loop, ...]:
-    """Main loops of a kernel in AMD assembly, by the compiler's own remarks on its blocks."""
+def amd_loops(assembly: str) -> tuple[tuple[Loop, ...], Loop]:
+    """Main loops, and the whole, of a kernel in AMD assembly, by the compiler's own remarks on its blocks."""
+    whole: list[str] = []
     bodies: dict[str, list[str]] = {}
     parents: dict[str, str] = {}
     block = header = ""
@@ -117,13 +120,16 @@ def amd_loops(assembly: str) -> tuple[Loop, ...]:
         elif (outside := _AMD_PARENT.search(line)) and block:
             parents[block] = outside.group(1)  # the last one named is the nearest
         text = line.split(";")[0].strip()
-        if header and text and not text.endswith(":") and not text.startswith("."):
+        if not text or text.endswith(":") or text.startswith("."):
+            continue
+        whole.append(text.split()[0])
+        if header:
             bodies.setdefault(header, []).append(text.split()[0])
     busy = {name: loop for name, body in bodies.items() if _works(loop := _measure(body))}
     around = {parents.get(name) for name in busy}
     while wider := {parents[name] for name in around if name in parents} - around:
         around |= wider
-    return tuple(loop for name, loop in busy.items() if name not in around)
+    return tuple(loop for name, loop in busy.items() if name not in around), _measure(whole)
 
 
 def _address(digits: str) -> str:

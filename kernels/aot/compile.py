@@ -48,7 +48,8 @@ def compile_case(case: AotCase, target: Target) -> Compiled:
     try:
         kernel = triton.compile(source, GPUTarget(target.backend, target.arch, target.warp), options)
     except Exception as error:  # the compiler raises whatever its passes raise
-        raise KernelError(f"{case.operation} {case.label} on {target.name}: {error}") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+        raise KernelError(f"does not compile: {reason}") from error
     return _nvidia(kernel) if target.backend == "cuda" else _amd(kernel)
 
 
@@ -60,6 +61,7 @@ def _nvidia(kernel: Any) -> Compiled:
         sass = _cuobjdump("-sass", cubin)
     if used is None:
         raise KernelError("cuobjdump reported no resource usage")
+    loops, whole = code.nvidia_loops(sass)
     return Compiled(
         registers=int(used.group(1)),
         stack_bytes=int(used.group(2)),
@@ -68,7 +70,8 @@ def _nvidia(kernel: Any) -> Compiled:
         tensor_memory=getattr(kernel.metadata, "tmem_size", 0) or 0,
         warps=kernel.metadata.num_warps,
         matrix=code.matrix_instructions(kernel.asm["ptx"]),
-        loops=code.nvidia_loops(sass),
+        loops=loops,
+        whole=whole,
     )
 
 
@@ -81,6 +84,7 @@ def _amd(kernel: Any) -> Compiled:
             raise KernelError(f"the assembly names no {field}")
         return int(found.group(1))
 
+    loops, whole = code.amd_loops(text)
     return Compiled(
         registers=number("vgpr_count"),
         stack_bytes=number("private_segment_fixed_size"),
@@ -89,7 +93,8 @@ def _amd(kernel: Any) -> Compiled:
         tensor_memory=0,
         warps=kernel.metadata.num_warps,
         matrix=code.matrix_instructions(text),
-        loops=code.amd_loops(text),
+        loops=loops,
+        whole=whole,
     )
 
 

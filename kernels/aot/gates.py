@@ -61,8 +61,10 @@ def _matrix(case: AotCase, target: Target, compiled: Compiled) -> list[str]:
 
 
 def _loads(case: AotCase, compiled: Compiled) -> list[str]:
-    narrow = sum(loop.loads.get(2, 0) for loop in compiled.loops)
+    """Of the main loops; of the whole kernel if it streams without a loop."""
+    bodies = compiled.loops or ((compiled.whole,) if case.streams else ())
+    narrow = sum(body.loads.get(2, 0) for body in bodies)
     found = [f"{narrow} loads of 2 bytes in main loops"] if narrow else []
-    if case.streams and not any(loop.bulk or loop.loads.get(16) for loop in compiled.loops):
+    if case.streams and not any(body.bulk or body.loads.get(16) for body in bodies):
         found.append("no 16-byte loads in a main loop")
     return found

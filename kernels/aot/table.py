@@ -115,7 +115,7 @@ def cells(row: Row) -> tuple[str, ...]:
         + ",".join([*(f"{n}x{w}B" for w, n in sorted(x.loads.items()))])
         + (f" {x.bulk}xTMA" if x.bulk else "")
         + ")"
-        for x in c.loops
+        for x in c.loops or (c.whole,)
     )
     matrix = ", ".join(f"{n} {kind}" for kind, n in c.matrix.items())
     numbers = (c.registers, c.stack_bytes, c.spills, c.shared_bytes, c.tensor_memory)

@@ -82,9 +82,11 @@ def _repair() -> None:
         return packed(wide(x), to.scalar)
 
     def binary(self: Any, a: Any, b: Any, op: Any) -> Any:
-        if a.dtype.scalar not in narrow:
-            return plain["binary_op"](self, a, b, op)
-        data = op(wide(a), wide(b))
+        if a.dtype.scalar in narrow:
+            data = op(wide(a), wide(b))
+        else:
+            data = plain["binary_op"](self, a, b, op).data
+        # A comparison is of one bit: splatting it as one of its operands' type makes masks of integers.
         return handle(data, tl.int1) if data.dtype == np.bool_ else packed(data, a.dtype.scalar)
 
     def unary(self: Any, x: Any, op: Any) -> Any:
