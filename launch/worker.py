@@ -103,6 +103,7 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
         slot_tables=[table.layer(i) for i in range(model.num_moe_layers)],
         dtype=getattr(torch, model.dtype),
         device=device,
+        deterministic=deployment.deterministic,
     )
     with Checkpoint.open(Path(flight.effective.model.path)) as checkpoint:
         report = load_rank(

@@ -95,15 +95,17 @@ def build_decoder(
     slot_tables: Sequence[SlotChooser],
     dtype: torch.dtype,
     device: torch.device,
+    deterministic: bool = False,
     kernels: Kernels = registry,
 ) -> Decoder:
     """A decoder with uninitialised parameters.
 
     `slot_tables` has one entry per MoE layer, in order; `slots_per_rank` is how many experts'
-    weights each MoE layer holds here. `kernels` is asked once per operation.
+    weights each MoE layer holds here. `deterministic`: a row's result does not depend on the rows
+    beside it, bit for bit. `kernels` is asked once per operation.
     """
     assert len(slot_tables) == spec.num_moe_layers, "one slot table per MoE layer"
-    ops = Ops.of(kernels, device.type)
+    ops = Ops.of(kernels, f"{device.type}_invariant" if deterministic else device.type)
     rope = Rope(spec.rope, max_positions=spec.max_positions, device=device)
     layers: list[DecoderLayer] = []
     for layer in range(spec.num_layers):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from difflib import get_close_matches
 
+from moe_runtime.plan.deepep import BACKEND as DEEPEP
 from moe_runtime.plan.keys import DEPLOYMENTS
 from moe_runtime.plan.problems import Path, Problem
 from moe_runtime.plan.schema import DeploymentSection, Plan
@@ -21,6 +22,7 @@ def plan_problems(plan: Plan) -> Iterator[Problem]:
     for name, deployment in plan.deployments.items():
         yield from _deployment(name, deployment)
     yield from _block_tokens(plan)
+    yield from _deterministic(plan)
 
 
 def total_ranks(plan: Plan) -> int:
@@ -171,3 +173,24 @@ def _block_tokens(plan: Plan) -> Iterator[Problem]:
             value=theirs,
             hint=f"set both to {ours}",
         )
+
+
+def _deterministic(plan: Plan) -> Iterator[Problem]:
+    """Batch-invariant kernels exist for the CPU, and DeepEP adds up per rank, so placement would show."""
+    for name, d in plan.deployments.items():
+        if not d.deterministic:
+            continue
+        if plan.cluster.device != "cpu":
+            yield Problem(
+                path=(DEPLOYMENTS, name, "deterministic"),
+                text=f"has no batch-invariant kernels for cluster.device: {plan.cluster.device}",
+                value=True,
+                hint="set it to false",
+            )
+        elif d.dispatch.backend == DEEPEP:
+            yield Problem(
+                path=(DEPLOYMENTS, name, "dispatch", "backend"),
+                text="adds expert outputs up per rank, so results would depend on the placement",
+                value=DEEPEP,
+                hint="set it to auto, or deterministic: false",
+            )

@@ -39,7 +39,6 @@ RULES = (
         "dispatch in a wider dtype than the model's",
     ),
     Rule("deployments.*.balancing.enabled", (False,), "live rebalancing"),
-    Rule("deployments.*.deterministic", (False,), "batch-invariant mode"),
 )
 RULES_TO_RUN = (Rule("cluster.device", ("cpu",), "running on GPUs"),)
 
