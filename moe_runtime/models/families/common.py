@@ -1,10 +1,11 @@
-"""Tensor targets that families share: embeddings, norms, dense and expert MLPs.
+"""What families share: the usual fields of a config, and the order and names of tensors but attention's.
 
-Owns the hub's names of those tensors; parameter names are those of `spec.weights`.
+Owns the hub's names of those fields and tensors; parameter names are those of `spec.weights`.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from moe_runtime.models.families.fields import ConfigFields
 from moe_runtime.spec.model import DTYPE_BYTES, ModelSpec
@@ -20,6 +21,47 @@ def weight_dtype(fields: ConfigFields, dtype: str | None) -> str:
     if name not in DTYPE_BYTES:
         raise fields.error("dtype", f"= {name!r} is not supported, only {', '.join(DTYPE_BYTES)}")
     return name
+
+
+# Hub name, shape, parameter, first row of the parameter that it fills.
+AttentionTensor = tuple[str, tuple[int, ...], str, int]
+
+
+def usual_fields(fields: ConfigFields, dtype: str | None) -> dict[str, Any]:
+    """The arguments of a ModelSpec that every family reads from the same fields."""
+    return {
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden": fields.integer("hidden_size"),
+        "num_layers": fields.integer("num_hidden_layers"),
+        "max_positions": fields.integer("max_position_embeddings"),
+        "norm_eps": fields.number("rms_norm_eps"),
+        "dense_intermediate": fields.integer("intermediate_size"),
+        "tie_embeddings": fields.flag("tie_word_embeddings", default=False),
+        "dtype": weight_dtype(fields, dtype),
+        "bos_token_id": fields.integer("bos_token_id", minimum=0) if fields.has("bos_token_id") else None,
+    }
+
+
+def model_targets(
+    spec: ModelSpec, attention: Callable[[ModelSpec], Sequence[AttentionTensor]]
+) -> Iterator[TensorTarget]:
+    """Every tensor of a model, in checkpoint order; `attention` lists those of one layer's attention."""
+    yield from outer_targets(spec)
+    for layer in range(spec.num_layers):
+        yield from norm_targets(spec, layer)
+        for name, shape, parameter, row_start in attention(spec):
+            yield TensorTarget(
+                source=f"model.layers.{layer}.self_attn.{name}.weight",
+                shape=shape,
+                parameter=f"layers.{layer}.attention.{parameter}.weight",
+                row_start=row_start,
+            )
+        if layer in spec.moe_layers:
+            yield from moe_targets(spec, layer)
+        else:
+            yield from mlp_targets(
+                f"model.layers.{layer}.mlp", f"layers.{layer}.mlp", spec.hidden, spec.dense_intermediate
+            )
 
 
 def outer_targets(spec: ModelSpec) -> Iterator[TensorTarget]:

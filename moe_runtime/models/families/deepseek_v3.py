@@ -3,7 +3,7 @@
 Owns the family's field and tensor names. Numerics follow transformers' modeling_deepseek_v3.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moe_runtime.models.families import common
 from moe_runtime.models.families.fields import ConfigFields
@@ -20,35 +20,26 @@ def spec_from_config(fields: ConfigFields, *, dtype: str | None, eos_token_ids: 
     """The normal form of a config. CheckpointError for what is missing, wrong or not supported."""
     fields.only("hidden_act", ("silu",), default="silu")
     fields.only("attention_bias", (False,), default=False)
-    num_layers = fields.integer("num_hidden_layers")
-    max_positions = fields.integer("max_position_embeddings")
+    usual = common.usual_fields(fields, dtype)
     attention = _attention(fields)
     moe = _moe(fields)
     first_dense = fields.integer("first_k_dense_replace", minimum=0)
     frequency = fields.integer("moe_layer_freq", default=1)
     return ModelSpec(
         family=NAME,
-        vocab_size=fields.integer("vocab_size"),
-        hidden=fields.integer("hidden_size"),
-        num_layers=num_layers,
-        max_positions=max_positions,
-        norm_eps=fields.number("rms_norm_eps"),
         attention=attention,
         rope=rope_spec(
             fields,
             dim=attention.qk_rope_head_dim,
             interleaved=fields.flag("rope_interleave", default=True),
-            max_positions=max_positions,
+            max_positions=usual["max_positions"],
             scale_softmax=True,
         ),
         moe=moe,
-        moe_layers=tuple(i for i in range(first_dense, num_layers) if i % frequency == 0),
-        dense_intermediate=fields.integer("intermediate_size"),
-        tie_embeddings=fields.flag("tie_word_embeddings", default=False),
-        dtype=common.weight_dtype(fields, dtype),
+        moe_layers=tuple(i for i in range(first_dense, usual["num_layers"]) if i % frequency == 0),
         eos_token_ids=eos_token_ids,
-        bos_token_id=fields.integer("bos_token_id", minimum=0) if fields.has("bos_token_id") else None,
         mtp_layers=fields.integer("num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0),
+        **usual,
     )
 
 
@@ -103,24 +94,14 @@ def _moe(fields: ConfigFields) -> MoeSpec:
 
 def tensor_targets(spec: ModelSpec) -> Iterator[TensorTarget]:
     """Every checkpoint tensor the model needs, in checkpoint order."""
-    yield from common.outer_targets(spec)
-    for layer in range(spec.num_layers):
-        yield from common.norm_targets(spec, layer)
-        yield from _attention_targets(spec, layer)
-        if layer in spec.moe_layers:
-            yield from common.moe_targets(spec, layer)
-        else:
-            yield from common.mlp_targets(
-                f"model.layers.{layer}.mlp", f"layers.{layer}.mlp", spec.hidden, spec.dense_intermediate
-            )
+    return common.model_targets(spec, _attention_tensors)
 
 
-def _attention_targets(spec: ModelSpec, layer: int) -> Iterator[TensorTarget]:
+def _attention_tensors(spec: ModelSpec) -> Sequence[common.AttentionTensor]:
     a = spec.attention
     assert isinstance(a, MlaSpec)
     q_rows, kv_a_rows = a.num_heads * a.qk_head_dim, a.kv_lora_rank + a.qk_rope_head_dim
-    # (hub name, shape, parameter, first row)
-    rows: list[tuple[str, tuple[int, ...], str, int]]
+    rows: list[common.AttentionTensor]
     if a.q_lora_rank:
         rows = [
             ("q_a_proj", (a.q_lora_rank, spec.hidden), "qkv_a_proj", 0),
@@ -138,10 +119,4 @@ def _attention_targets(spec: ModelSpec, layer: int) -> Iterator[TensorTarget]:
         ("kv_b_proj", (a.num_heads * (a.qk_nope_head_dim + a.v_head_dim), a.kv_lora_rank), "kv_b_proj", 0),
         ("o_proj", (spec.hidden, a.num_heads * a.v_head_dim), "o_proj", 0),
     ]
-    for name, shape, parameter, row_start in rows:
-        yield TensorTarget(
-            source=f"model.layers.{layer}.self_attn.{name}.weight",
-            shape=shape,
-            parameter=f"layers.{layer}.attention.{parameter}.weight",
-            row_start=row_start,
-        )
+    return rows

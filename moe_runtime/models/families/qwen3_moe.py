@@ -3,7 +3,7 @@
 Owns the family's field and tensor names. Numerics follow transformers' modeling_qwen3_moe.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from moe_runtime.models.families import common
 from moe_runtime.models.families.fields import ConfigFields
@@ -21,31 +21,22 @@ def spec_from_config(fields: ConfigFields, *, dtype: str | None, eos_token_ids: 
     fields.only("hidden_act", ("silu",), default="silu")
     fields.only("attention_bias", (False,), default=False)
     fields.only("use_sliding_window", (False,), default=False)
-    num_layers = fields.integer("num_hidden_layers")
-    max_positions = fields.integer("max_position_embeddings")
+    usual = common.usual_fields(fields, dtype)
     attention = _attention(fields)
     return ModelSpec(
         family=NAME,
-        vocab_size=fields.integer("vocab_size"),
-        hidden=fields.integer("hidden_size"),
-        num_layers=num_layers,
-        max_positions=max_positions,
-        norm_eps=fields.number("rms_norm_eps"),
         attention=attention,
         rope=rope_spec(
             fields,
             dim=attention.head_dim,
             interleaved=False,
-            max_positions=max_positions,
+            max_positions=usual["max_positions"],
             scale_softmax=False,
         ),
         moe=_moe(fields),
-        moe_layers=_moe_layers(fields, num_layers),
-        dense_intermediate=fields.integer("intermediate_size"),
-        tie_embeddings=fields.flag("tie_word_embeddings", default=False),
-        dtype=common.weight_dtype(fields, dtype),
+        moe_layers=_moe_layers(fields, usual["num_layers"]),
         eos_token_ids=eos_token_ids,
-        bos_token_id=fields.integer("bos_token_id", minimum=0) if fields.has("bos_token_id") else None,
+        **usual,
     )
 
 
@@ -80,24 +71,14 @@ def _moe_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
 
 def tensor_targets(spec: ModelSpec) -> Iterator[TensorTarget]:
     """Every checkpoint tensor the model needs, in checkpoint order."""
-    yield from common.outer_targets(spec)
-    for layer in range(spec.num_layers):
-        yield from common.norm_targets(spec, layer)
-        yield from _attention_targets(spec, layer)
-        if layer in spec.moe_layers:
-            yield from common.moe_targets(spec, layer)
-        else:
-            yield from common.mlp_targets(
-                f"model.layers.{layer}.mlp", f"layers.{layer}.mlp", spec.hidden, spec.dense_intermediate
-            )
+    return common.model_targets(spec, _attention_tensors)
 
 
-def _attention_targets(spec: ModelSpec, layer: int) -> Iterator[TensorTarget]:
+def _attention_tensors(spec: ModelSpec) -> Sequence[common.AttentionTensor]:
     a = spec.attention
     assert isinstance(a, GqaSpec)
     q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    # (hub name, shape, parameter, first row)
-    rows: tuple[tuple[str, tuple[int, ...], str, int], ...] = (
+    return (
         ("q_proj", (q_rows, spec.hidden), "qkv_proj", 0),
         ("k_proj", (kv_rows, spec.hidden), "qkv_proj", q_rows),
         ("v_proj", (kv_rows, spec.hidden), "qkv_proj", q_rows + kv_rows),
@@ -105,10 +86,3 @@ def _attention_targets(spec: ModelSpec, layer: int) -> Iterator[TensorTarget]:
         ("k_norm", (a.head_dim,), "k_norm", 0),
         ("o_proj", (spec.hidden, q_rows), "o_proj", 0),
     )
-    for name, shape, parameter, row_start in rows:
-        yield TensorTarget(
-            source=f"model.layers.{layer}.self_attn.{name}.weight",
-            shape=shape,
-            parameter=f"layers.{layer}.attention.{parameter}.weight",
-            row_start=row_start,
-        )
