@@ -54,7 +54,7 @@ _NVIDIA: dict[Format, tuple[Tile, ...]] = {
     "int4": (
         Tile(rows=16, outputs=128, depth=128, swap=True, stages=4, programs=3),
         Tile(rows=32, outputs=128, depth=128, swap=True, stages=4, programs=2),
-        Tile(rows=64, outputs=128, depth=128, swap=True, warps=8, stages=3, programs=2),
+        Tile(rows=64, outputs=128, depth=128, swap=True, warps=8, stages=3),
         Tile(rows=128, outputs=128, depth=128, warps=8, stages=3),
     ),
 }

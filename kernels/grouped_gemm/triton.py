@@ -162,7 +162,7 @@ def grouped_gemm_kernel(
     PACKED: tl.constexpr = (FORMAT == "int4") | (FORMAT == "mxfp4")
     WIDTH: tl.constexpr = DEPTH // 8 if PACKED else DEPTH  # elements of a row of w that hold DEPTH inputs
     GROUPS: tl.constexpr = DEPTH // 32
-    BYTES4: tl.constexpr = (FORMAT == "mxfp4") & WHOLE & (GROUPS == 4)
+    BYTES4: tl.constexpr = (FORMAT == "mxfp4") & WHOLE & (GROUPS == 4) & (not DESCRIPTORS)
     w_row = num_inputs
     if PACKED:
         num_inputs = groups * 32
