@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
+from moe_runtime.kernels.paged import latent
 from moe_runtime.kernels.paged.cpu import DecodeGroup
 
 
@@ -20,16 +21,17 @@ def mla_decode(
 ) -> None:
     """As the reference, up to rounding."""
     w_uk, w_uv = split_kv_b(kv_b_proj, q_DAQ, cache_BSE)
-    (D, A, _), (nope, rank), E = q_DAQ.shape, w_uk.shape[1:], cache_BSE.shape[2]
-    q_DAE = q_DAQ.new_empty(D, A, E)
+    (D, A, Q), (nope, rank), X = q_DAQ.shape, w_uk.shape[1:], cache_BSE.shape[2]
+    q_DAE = q_DAQ.new_empty(D, A, rank + Q - nope)
     absorbed_ADR = torch.bmm(q_DAQ[..., :nope].transpose(0, 1), w_uk)
     torch.mul(absorbed_ADR.transpose(0, 1), scale, out=q_DAE[..., :rank])
     torch.mul(q_DAQ[..., nope:], scale, out=q_DAE[..., rank:])
-    flat_cache = cache_BSE.view(-1, E)
+    flat_cache = cache_BSE.view(-1, X)
     latent_DAR = q_DAQ.new_empty(D, A, rank)
     for group in plan:
         q_GAE = q_DAE if group.members is None else q_DAE.index_select(0, group.members)
-        entries_GCE = flat_cache.index_select(0, group.rows).view(len(q_GAE), -1, E).to(q_GAE.dtype)
+        rows = flat_cache.index_select(0, group.rows)
+        entries_GCE = latent.entries(rows, rank, q_DAQ.dtype).view(len(q_GAE), -1, q_DAE.shape[2])
         probs_GAC = masked_softmax(torch.bmm(q_GAE, entries_GCE.transpose(1, 2)), group.padded_G1C)
         latent_GAR = torch.bmm(probs_GAC, entries_GCE[..., :rank])
         if group.members is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.linear.cpu import linear
 from moe_runtime.kernels.mla_decode.cpu import masked_softmax
+from moe_runtime.kernels.paged import latent
 from moe_runtime.kernels.paged.cpu import PrefillGroup, PrefillPart
 
 QUERY_BLOCK = 128
@@ -26,13 +27,15 @@ def mla_prefill(
     out_TX: Tensor,
 ) -> None:
     """As the reference, up to rounding."""
-    (T, A, Q), E, rank = q_TAQ.shape, cache_BSE.shape[2], kv_b_proj.shape[1]
-    nope = Q - (E - rank)
+    (T, A, Q), rank = q_TAQ.shape, kv_b_proj.shape[1]
+    rope = latent.rope_dim(cache_BSE, rank)
+    nope = Q - rope
     q_ATQ, out_TAV = q_TAQ.transpose(0, 1), out_TX.view(T, A, -1)
     for group in plan:
-        entries_ME = cache_BSE.index_select(0, group.blocks).view(-1, E).to(q_TAQ.dtype)
+        rows = cache_BSE.index_select(0, group.blocks).flatten(0, 1)
+        entries_ME = latent.entries(rows, rank, q_TAQ.dtype)
         kv_AMX = linear(entries_ME[:, :rank], kv_b_proj).view(len(entries_ME), A, -1).transpose(0, 1)
-        k_rope_AdM = entries_ME[:, rank:].t().expand(A, E - rank, len(entries_ME))
+        k_rope_AdM = entries_ME[:, rank:].t().expand(A, rope, len(entries_ME))
         for rows, keys, ahead in query_blocks(group.parts):
             q_AnQ = q_ATQ[:, rows]
             scores_AnC = torch.bmm(q_AnQ[..., :nope], kv_AMX[:, keys, :nope].transpose(1, 2))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
+from moe_runtime.kernels.paged import latent
 from moe_runtime.kernels.paged.reference import Segment, sequence_entries
 
 
@@ -28,7 +29,8 @@ def mla_prefill(
     for segment in plan:
         rows = slice(segment.start, segment.stop)
         total = segment.context + segment.stop - segment.start
-        entries_CE = sequence_entries(cache_BSE, segment.blocks, total).to(q_TAQ.dtype)
+        rows_CE = sequence_entries(cache_BSE, segment.blocks, total)
+        entries_CE = latent.entries(rows_CE, rank, q_TAQ.dtype)
         k_nope_ACn = torch.einsum("cr,anr->acn", entries_CE[:, :rank], w_uk)
         k_rope_ACd = entries_CE[:, rank:].expand(len(w_uk), -1, -1)
         v_ACV = torch.einsum("cr,avr->acv", entries_CE[:, :rank], w_uv)
