@@ -150,11 +150,15 @@ MODES = {
         overlap={"micro_batches": 2},
     ),
     "split_low_latency": {
-        "prefill": {"expert_parallel": 2, "dispatch": {"backend": "torch", "mode": "low_latency"}},
+        "prefill": {
+            "expert_parallel": 2,
+            "redundant_experts": 1,
+            "shared_experts": "slots",
+            "dispatch": {"backend": "torch", "mode": "low_latency"},
+        },
         "decode": {
             "expert_parallel": 4,
             "redundant_experts": 3,
-            "shared_experts": "slots",
             "dispatch": {"mode": "low_latency", "max_tokens": 8},
         },
     },

@@ -31,6 +31,8 @@ def test_every_limit_can_be_broken_and_names_its_bound(backend):
     ("backend", "changes", "words"),
     [
         ("local", {"ranks": 2, "slots": 288}, "ranks = 2 must be at most 1"),
+        ("shm", {"nodes": 2}, "nodes = 2 must be at most 1 (its ranks share memory)"),
+        ("shm", {"ranks": 2, "slots": 2 * 65537}, "slots per rank = 65537 must be at most 65536"),
         ("deepep_normal", {"ranks": 5, "slots": 290}, "ranks = 5 must be one of 2, 4, 8"),
         ("deepep_normal", {"ranks": 168, "slots": 336}, "ranks = 168"),
         ("deepep_normal", {"slots": 289}, "slots modulo ranks = 1 must be at most 0"),
@@ -66,8 +68,11 @@ def test_tested_limits_are_told_apart():
         "max_tokens = 256 must be at most 255 (the documentation says below 256)"
     ]
     assert broken("torch") == []
-    assert len(broken("torch", kind="tested")) == 1
-    assert broken("torch", kind="tested", ranks=4) == []
+    assert broken("torch", kind="tested", ranks=9) == [
+        "ranks = 9 must be at most 8 (what the test suite runs, over gloo on one host)"
+    ]
+    assert broken("shm", kind="tested", ranks=9) == ["ranks = 9 must be at most 8 (what the test suite runs)"]
+    assert broken("torch", kind="tested", ranks=8) == broken("shm", kind="tested", ranks=8) == []
 
 
 def test_unknown_backend():
