@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _check(commands.add_parser("check", help="validate a plan; print what would run and the memory per rank"))
     _generate(commands.add_parser("generate", help="generate from a file of prompts"))
+    _plan(commands.add_parser("serve", help="serve a plan's model to OpenAI clients"))
     _bench(commands.add_parser("bench", help="replay a request trace and write a throughput-per-node report"))
     _report(commands.add_parser("report", help="print saved reports, side by side"))
     _eplb(commands.add_parser("eplb", help="place experts for measured loads; say what it gains and moves"))

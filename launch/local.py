@@ -12,7 +12,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -26,13 +27,18 @@ WITNESS_SECONDS = 1.5  # after a rank's failure, for the others to say whom they
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def launch(argv: Sequence[str], num_ranks: int) -> int:
-    """Run `python -m moe_runtime ARGV` as `num_ranks` ranks; the exit code is the first failure's, or 0."""
+def launch(argv: Sequence[str], num_ranks: int, *, serve: bool = False) -> int:
+    """Run `python -m moe_runtime ARGV` as `num_ranks` ranks; the exit code is the first failure's, or 0.
+
+    With `serve` the first interrupt goes to rank 0, which lets running requests finish; the second
+    stops all.
+    """
     session = make_session()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.set_inheritable(True)
         ranks = [_start(argv, rank, num_ranks, listener, session) for rank in range(num_ranks)]
-    previous = {s: signal.signal(s, _raise_interrupt) for s in INTERRUPTS}
+    interrupt = _finish_first(ranks[0].pid) if serve else _raise_interrupt
+    previous = {s: signal.signal(s, interrupt) for s in INTERRUPTS}
     try:
         return _supervise(ranks)
     except KeyboardInterrupt as interrupt:
@@ -47,6 +53,22 @@ def launch(argv: Sequence[str], num_ranks: int) -> int:
 
 def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
+
+
+def _finish_first(rank_0: int) -> Callable[[int, FrameType | None], None]:
+    """A handler of interrupts that passes the first one on and is itself the answer to the second."""
+    told = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal told
+        if told:
+            raise KeyboardInterrupt(number)
+        told = True
+        say("interrupted: running requests finish, new ones are refused; once more stops all at once")
+        with suppress(ProcessLookupError):
+            os.kill(rank_0, signal.SIGTERM)
+
+    return handle
 
 
 def _start(

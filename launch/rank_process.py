@@ -7,9 +7,7 @@ waited for, and stay a moment, so that a launcher that looks now and then sees t
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -17,26 +15,23 @@ from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from moe_runtime.engine.collectives import CollectiveTrace, writer
-from moe_runtime.engine.sockets import ipc_address
 from moe_runtime.errors import PeerLost, PlanError, StepTimeout, UserError
-from moe_runtime.frontend.fleet import Bootstrap, RankAddress
 from moe_runtime.launch import environment, mpi, worker
 from moe_runtime.launch.console import say
 from moe_runtime.launch.environment import RankEnvironment
+from moe_runtime.launch.frontends import Frontends, listen
 from moe_runtime.launch.parent import watch_parent
 from moe_runtime.launch.place import Place, place_of
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.rendezvous import Rendezvous, contact
-from moe_runtime.launch.sockets import inbox_address, make_session
+from moe_runtime.launch.sockets import make_session
 
 SECONDARY_DELAY = 1.0
-FRONTEND_EXIT_SECONDS = 60.0
 # What a rank raises because of another one: it names the ranks that it waited for.
 CONSEQUENCES = (StepTimeout, PeerLost)
 POISON = "MOE_RUNTIME_POISON_KV"
@@ -44,15 +39,23 @@ COLLECTIVES = "MOE_RUNTIME_TRACE_COLLECTIVES"
 
 
 def run(
-    env: RankEnvironment, plan_path: Path, overrides: Sequence[str], argv: Sequence[str], *, trace: bool
+    env: RankEnvironment,
+    plan_path: Path,
+    overrides: Sequence[str],
+    argv: Sequence[str],
+    *,
+    trace: bool,
+    serve: bool,
 ) -> int:
     """Run this process as a rank until its instance stops; returns the exit code.
 
-    `argv` is the whole command line: rank 0 runs it once more as the frontend.
+    `argv` is the whole command line: rank 0 runs it once more as the frontend. If that is to `serve`,
+    the frontends listen while the weights are read, and a signal lets what runs finish.
     """
-    rank = _RankProcess(env, trace=trace)
+    rank = _RankProcess(env, trace=trace, serve=serve)
     watch_parent(last_act=rank.clean_up)
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    for number in (signal.SIGTERM, *([signal.SIGINT] if serve else [])):
+        signal.signal(number, rank.on_signal)
     try:
         return rank.run(plan_path, overrides, argv)
     except (KeyboardInterrupt, SystemExit):
@@ -63,18 +66,16 @@ def run(
         rank.clean_up()
 
 
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
-    sys.exit(128 + number)
-
-
 class _RankProcess:
-    def __init__(self, env: RankEnvironment, *, trace: bool) -> None:
+    def __init__(self, env: RankEnvironment, *, trace: bool, serve: bool) -> None:
         self.env = env
         self.trace = trace
+        self.serve = serve
         self.rendezvous: Rendezvous | None = None
         self.session: Path | None = None
-        self.frontend: subprocess.Popen[bytes] | None = None
-        self.closing = False
+        self.frontends = Frontends(self._frontend_failed)
+        self.finishing = False
+        self.stepping = False
 
     def run(self, plan_path: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
         flight = preflight(plan_path, overrides, check_tensors=self.env.rank == 0)
@@ -84,6 +85,8 @@ class _RankProcess:
             raise PlanError("plan", f"rank {self.env.rank} has another effective plan than the first rank")
         session = self._open_session(rendezvous)
         place = place_of(flight.effective, self.env.rank)
+        if self.serve and self.env.rank == 0:
+            self.frontends.start(flight, session, argv, listen(flight.effective.server))
         self._join_world(rendezvous, place, flight.effective.num_ranks)
         loaded = worker.load(flight, place, self._trace_collectives(place))
         rendezvous.publish("card", worker.card(loaded, session))
@@ -91,13 +94,21 @@ class _RankProcess:
         poison = os.environ.get(POISON) == "1"
         engine = worker.assemble(flight, loaded, cards, poison=poison, trace=self.trace)
         engine.warm_up()
-        if self.env.rank == 0:
-            self.frontend = self._start_frontend(flight, session, argv)
+        if self.env.rank == 0 and not self.serve:
+            self.frontends.start(flight, session, argv)
+        self.stepping = True
         engine.run()
         engine.close()
         if dist.is_initialized():
             dist.destroy_process_group()
-        return self._frontend_code()
+        return self.frontends.wait()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Exit; the first time, if requests may be running, have the frontends let them finish instead."""
+        if not (self.serve and self.stepping) or self.finishing:
+            sys.exit(128 + number)
+        self.finishing = True
+        self.frontends.signal(signal.SIGTERM)
 
     def fail(self, error: BaseException) -> int:
         """Report an error that ended this rank; returns the exit code."""
@@ -121,11 +132,8 @@ class _RankProcess:
         return code
 
     def clean_up(self) -> None:
-        """End the frontend if it still runs, and remove the sockets."""
-        self.closing = True
-        if self.frontend is not None and self.frontend.poll() is None:
-            self.frontend.kill()
-            self.frontend.wait()
+        """End the frontends that still run, and remove the sockets."""
+        self.frontends.kill()
         if self.env.rank == 0 and self.session is not None:
             shutil.rmtree(self.session, ignore_errors=True)
 
@@ -173,54 +181,12 @@ class _RankProcess:
         file = (Path(folder) / f"{place.instance.name}.{place.rank}.jsonl").open("w")
         return CollectiveTrace(place.instance.name, writer(file))
 
-    def _start_frontend(
-        self, flight: Preflight, session: Path, argv: Sequence[str]
-    ) -> "subprocess.Popen[bytes]":
-        ranks = [
-            RankAddress(
-                instance=i.name,
-                deployment=d.name,
-                rank=rank,
-                address=inbox_address(session, i.name, rank),
-                kv_tokens=d.kv_cache.blocks * d.kv_cache.block_tokens,
-            )
-            for i in flight.effective.instances
-            for d in [flight.effective.deployment(i.deployment)]
-            for rank in range(len(i.ranks))
-        ]
-        bootstrap = Bootstrap(
-            frontend=0, frontends=1, address=ipc_address(session, "frontend.0"), ranks=ranks
-        )
-        env = dict(os.environ)
-        env[environment.PARENT] = str(os.getpid())
-        env[environment.FRONTEND] = msgspec.json.encode(bootstrap).decode()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "moe_runtime", *argv], env=env, stdin=subprocess.DEVNULL
-        )
-        threading.Thread(
-            target=self._watch_frontend, args=(process,), name="frontend-watch", daemon=True
-        ).start()
-        return process
-
-    def _watch_frontend(self, process: "subprocess.Popen[bytes]") -> None:
+    def _frontend_failed(self, code: int) -> None:
         """A frontend that fails ends the launch; it has printed why."""
-        code = process.wait()
-        if code != 0:
-            time.sleep(0.5)  # if the whole launch is being stopped, that is the reason
-            if self.closing:
-                return
-            if code < 0:
-                say(f"the frontend was killed by {signal.Signals(-code).name}")
-                code = 128 - code
-            self.clean_up()
-            if self.env.launcher == "mpirun":
-                mpi.abort(code)
-            os._exit(code)
-
-    def _frontend_code(self) -> int:
-        if self.frontend is None:
-            return 0
-        return self.frontend.wait(FRONTEND_EXIT_SECONDS)
+        self.clean_up()
+        if self.env.launcher == "mpirun":
+            mpi.abort(code)
+        os._exit(code)
 
     def _first_to_fail(self) -> int:
         """The rank whose failure counts; -1 if the store is gone with its host."""

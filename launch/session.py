@@ -32,15 +32,21 @@ def run(
     inputs: Mapping[str, Path],
     outputs: Mapping[str, Path | None],
     timeline: Path | None,
+    serve: bool = False,
 ) -> int:
     """`check` looks at the command's own inputs before any rank starts; `work` runs in the frontend.
 
-    With `timeline`, ranks trace their steps and the trace is written there.
+    With `timeline`, ranks trace their steps and the trace is written there. With `serve`, `work` runs
+    in every frontend and starts the fleet itself, and a signal lets it finish what runs.
     """
     if (raw := os.environ.get(environment.FRONTEND)) is not None:
         watch_parent()
         bootstrap = msgspec.json.decode(raw, type=Bootstrap)
         flight = preflight(plan, overrides, check_tensors=False)
+        if serve:
+            import uvloop
+
+            return uvloop.run(_serving(flight, bootstrap, work))
         return asyncio.run(_frontend(flight, bootstrap, work, timeline))
     env = environment.detect(os.environ)
     if env is not None:
@@ -48,12 +54,12 @@ def run(
             check(preflight(plan, overrides, check_tensors=False))
         from moe_runtime.launch import rank_process
 
-        return rank_process.run(env, plan, overrides, argv, trace=timeline is not None)
+        return rank_process.run(env, plan, overrides, argv, trace=timeline is not None, serve=serve)
     outputs = {**outputs, "--timeline-out": timeline}
     require_outputs(outputs, {"PLAN": plan, **inputs})
     flight = preflight(plan, overrides, check_tensors=True)
     check(flight)
-    return local.launch(argv, flight.effective.num_ranks)
+    return local.launch(argv, flight.effective.num_ranks, serve=serve)
 
 
 async def _frontend(flight: Preflight, bootstrap: Bootstrap, work: Work, timeline: Path | None) -> int:
@@ -66,5 +72,13 @@ async def _frontend(flight: Preflight, bootstrap: Bootstrap, work: Work, timelin
             write_timeline(timeline, fleet.timelines)
             say(f"wrote {timeline}")
         return code
+    finally:
+        await fleet.shutdown()
+
+
+async def _serving(flight: Preflight, bootstrap: Bootstrap, work: Work) -> int:
+    fleet = Fleet(bootstrap)
+    try:
+        return await work(flight, fleet)
     finally:
         await fleet.shutdown()

@@ -17,7 +17,6 @@ from moe_runtime.engine.messages import (
     Collect,
     Goodbye,
     Hello,
-    Logprobs,
     Prefilled,
     Ready,
     Refused,
@@ -99,9 +98,14 @@ class Fleet:
         return [f"{i} rank {r}" for i, r in self._addresses if (i, r) not in self._ready]
 
     @property
-    def num_live(self) -> int:
-        """Requests that have not ended."""
-        return len(self._live)
+    def number(self) -> int:
+        """Which of the frontends this is."""
+        return self._bootstrap.frontend
+
+    @property
+    def ranks(self) -> list[tuple[str, int]]:
+        """(instance, rank) of every rank."""
+        return list(self._addresses)
 
     def watch(self, seconds: float, on_status: Callable[[Status, float], None]) -> None:
         """Have every rank report how it is doing every so often; `on_status` hears it and the time."""
@@ -120,6 +124,7 @@ class Fleet:
         *,
         request_id: int | None = None,
         priority: int = 0,
+        cache_salt: str = "",
         rank: int | None = None,
         notify: Callable[[], None] | None = None,
     ) -> Live:
@@ -133,6 +138,7 @@ class Fleet:
             prompt=prompt,
             sampling=sampling,
             priority=priority,
+            cache_salt=cache_salt,
         )
         live = Live(request, sent=time.monotonic())
         if notify is not None:
@@ -152,11 +158,6 @@ class Fleet:
                 self._outbox.send(address, Abort(request=live.request.id))
             self._finish(live, reason, error)
 
-    async def drained(self) -> None:
-        """Wait until no request is left."""
-        while self._live:
-            await self._wait_changed(5.0)
-
     async def collect(self) -> list[RankSteps]:
         """The steps recorded by every rank since the last call; traces are added to `timelines`."""
         self._steps.clear()
@@ -169,6 +170,12 @@ class Fleet:
         """Raise what ended the reader, if anything did: answers after that are no answers."""
         if self._reader is not None and self._reader.done():
             self._reader.result()
+
+    async def until_failure(self) -> None:
+        """Wait for what ends the reader, and raise it."""
+        while self._reader is None:
+            await asyncio.sleep(0.05)
+        await asyncio.shield(self._reader)
 
     async def shutdown(self) -> None:
         """Leave; close the sockets. The ranks finish and stop when the last frontend has left."""
@@ -231,7 +238,7 @@ class Fleet:
         if live is None:  # aborted meanwhile
             self._release(message)
             return
-        self._append(live, handoff.first_token, now, message.logits, message.logprobs)
+        self._append(live, handoff.first_token, now, message)
         try:
             target = self._assign(live, "decode")
         except RequestRefused as refusal:
@@ -252,22 +259,23 @@ class Fleet:
         live = self._live.get(token.request)
         if live is None:
             return
-        self._append(live, token.token, now, token.logits, token.logprobs)
+        self._append(live, token.token, now, token)
         live.decode_instance = instance
         if token.finish_reason is not None:
             self._finish(live, token.finish_reason)
         else:
             live.notify()
 
-    def _append(
-        self, live: Live, token: int, now: float, logits: bytes | None, logprobs: Logprobs | None
-    ) -> None:
+    def _append(self, live: Live, token: int, now: float, source: Token | Prefilled) -> None:
         live.token_ids.append(token)
         live.token_times.append(now)
-        if logits is not None:
-            live.logits = logits
-        if logprobs is not None:
-            live.logprobs.append(logprobs)
+        if source.logits is not None:
+            live.logits = source.logits
+        if source.logprobs is not None:
+            live.logprobs.append(source.logprobs)
+        if source.start is not None and len(live.token_ids) == 1:
+            live.cached_tokens = source.start.cached_tokens
+            live.queue_seconds = source.start.queue_seconds
 
     def _status(self, status: Status, now: float) -> None:
         router = self._routers[status.deployment]

@@ -21,6 +21,8 @@ class Live:
 
     notify         called after news: tokens, or the end
     logprobs       one for each token, if they were asked for
+    cached_tokens  prompt tokens that the rank which ran the prompt had in its prefix cache
+    queue_seconds  that the request waited there
     finish_reason  set at the end, with `error` if it ended badly
     refused        a rank cannot serve what the request asks for
     route          (role, index of the target, tokens counted there)
@@ -34,6 +36,7 @@ class Live:
     logprobs: list[Logprobs] = field(default_factory=list)
     logits: bytes | None = None
     cached_tokens: int = 0
+    queue_seconds: float = 0.0
     finish_reason: str | None = None
     error: str | None = None
     refused: bool = False

@@ -16,6 +16,7 @@ FROZEN = {
     "make-checkpoint": "--family --out [--size] [--dtype] [--seed]",
     "check": "PLAN [--set] [--json]",
     "generate": "PLAN [--set] --prompts --out [--logits] [--timeline-out]",
+    "serve": "PLAN [--set]",
     "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--timeline-out]",
     "report": "RUN.json+",
     "eplb": "--load --topology --slots [--current] --out [--groups] [--quality] [--split] [--expert-bytes]"

@@ -1,0 +1,119 @@
+"""Gate: what every request passes first: its id, its key, the size of its body; and its line in the log.
+
+Plain ASGI around the application. Knows paths and headers, nothing of what is asked.
+"""
+
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from moe_runtime.frontend.openai.errors import ApiError
+from moe_runtime.frontend.server.logs import Log
+
+# Anybody may ask these: for probes, scrapers and people without a key.
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
+ADMIN = "/admin/"
+_ID = re.compile(rb"[!-~]{1,128}")
+
+
+class Gate:
+    """`keys`: what clients authenticate with; none: everybody may. Without `admin_keys` /admin/ is closed."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Sequence[str],
+        admin_keys: Sequence[str],
+        max_body_bytes: int,
+        log: Log,
+    ) -> None:
+        self._app = app
+        self._keys, self._admin_keys = tuple(keys), tuple(admin_keys)
+        self._max_body = max_body_bytes
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"")
+        request_id = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(8)}".encode()
+        note: dict[str, Any] = {
+            "request_id": request_id.decode(),
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": None,
+        }
+        scope["state"] = {**scope.get("state", {}), "note": note}
+        start = time.monotonic()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                note["status"] = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            error = self._refusal(scope["path"], headers)
+            if error is not None:
+                note["error"] = error.message
+                await send_error(error, send_with_id)
+            else:
+                await self._app(scope, self._limited(receive), send_with_id)
+        finally:
+            note["ms"] = round(1e3 * (time.monotonic() - start), 1)
+            if scope["path"] not in OPEN_PATHS or (note["status"] or 500) >= 500:
+                self._log("request", note)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._max_body:
+            return self._too_large()
+        if path in OPEN_PATHS:
+            return None
+        if path.startswith(ADMIN):
+            if not self._admin_keys:
+                return ApiError(403, "no admin key is set: nobody may use /admin/", code="admin_disabled")
+            return self._unauthorized(headers, self._admin_keys)
+        return self._unauthorized(headers, self._keys) if self._keys else None
+
+    def _unauthorized(self, headers: dict[bytes, bytes], keys: Sequence[str]) -> ApiError | None:
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        known = [hmac.compare_digest(key.strip(), k.encode()) for k in keys]
+        if scheme.lower() == b"bearer" and any(known):
+            return None
+        return ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Counts a body whose length was not announced."""
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self._max_body:
+                    raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is over {self._max_body} bytes", code="body_too_large")
+
+
+async def send_error(error: ApiError, send: Send) -> None:
+    """A whole answer that is an error."""
+    body = error.body
+    headers = [(k.encode(), v.encode()) for k, v in error.headers.items()]
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
