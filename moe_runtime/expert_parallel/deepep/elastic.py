@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import UnavailableError
-from moe_runtime.expert_parallel.buffer import CombineOrder, GroupedRows
+from moe_runtime.expert_parallel.buffer import GroupedRows
+from moe_runtime.expert_parallel.deepep.adapter import Adapter
 from moe_runtime.expert_parallel.deepep.library import Library, call
-from moe_runtime.expert_parallel.deepep.meter import Combining, DeviceMeter
-from moe_runtime.expert_parallel.deepep.shape import Shape
+from moe_runtime.expert_parallel.deepep.meter import Combining
+from moe_runtime.expert_parallel.deepep.shape import Mode, Shape
 from moe_runtime.expert_parallel.payload import quantize
 
 
@@ -63,14 +64,14 @@ class _Dispatch:
         )
 
 
-class ElasticRowsBuffer:
+class ElasticRowsBuffer(Adapter):
     """COLLECTIVE: see `buffer.Buffer`; `combine_order` is `backend`, the bound is that of `NormalBuffer`.
 
     Rows past the last group are not initialised, and neither are their weights. The order of rows
     within a slot is (source rank, token) only if `deterministic`.
     """
 
-    combine_order: ClassVar[CombineOrder] = "backend"
+    mode: ClassVar[Mode] = "deepep_elastic"
 
     def __init__(
         self,
@@ -85,12 +86,10 @@ class ElasticRowsBuffer:
         """COLLECTIVE. `timeout_seconds`: how long DeepEP waits for a rank before it ends the process's
         CUDA context; V2 cannot mask ranks. PlanError names every limit that `shape` breaks.
         """
-        shape.require("deepep_elastic")
+        super().__init__(library, shape, group=group, meter=None)
         if library.elastic_buffer is None:
             raise UnavailableError("deep_ep >= 2 (ElasticBuffer)", "dispatch.backend: deepep", "deepep")
-        self.shape, self.alignment, self.rank = shape, alignment, group.rank()
-        self.meter = DeviceMeter()
-        self._library = library
+        self.alignment = alignment
         self._buffer = call(
             library.elastic_buffer,
             group=group,
@@ -107,7 +106,7 @@ class ElasticRowsBuffer:
     def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> _Dispatch:
         """Nothing waits; the slots of a token have to be distinct."""
         posted = time.monotonic()
-        topk_idx_TK = slot_ids_TK.to(self._library.topk_idx_dtype).contiguous()
+        topk_idx_TK = self._topk_idx(slot_ids_TK)
         received, _, weights_N, handle, event = call(
             self._buffer.dispatch,
             x=quantize(x_TH) if self.shape.fp8 else x_TH.contiguous(),
@@ -138,10 +137,6 @@ class ElasticRowsBuffer:
         )
         self.meter.combined(sent=rows.state.foreign_rows, row_bytes=2 * self.shape.hidden)
         return Combining(self.meter, combined_TH, event.current_stream_wait, posted)
-
-    def close(self) -> None:
-        """Give DeepEP's memory back; the buffer is unusable afterwards."""
-        self._buffer.destroy()
 
 
 def starts_and_counts(psum_s: Tensor, alignment: int) -> tuple[Tensor, Tensor]:

@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import CombineOrder, MaskedRows
+from moe_runtime.expert_parallel.buffer import MaskedRows
+from moe_runtime.expert_parallel.deepep.adapter import Adapter
 from moe_runtime.expert_parallel.deepep.library import Library, call
 from moe_runtime.expert_parallel.deepep.meter import Combining, DeviceMeter
-from moe_runtime.expert_parallel.deepep.shape import Shape
+from moe_runtime.expert_parallel.deepep.shape import Mode, Shape
 
 MESSAGE_HEADER_BYTES = 16
 BUFFER_ALIGNMENT = 128
@@ -60,7 +61,7 @@ class _Dispatch:
         return MaskedRows(x=x_sCH, counts=self.counts_s, weights=None, state=state, scales=scales)
 
 
-class LowLatencyBuffer:
+class LowLatencyBuffer(Adapter):
     """COLLECTIVE: see `buffer.Buffer`, with `MaskedRows`; `combine_order` is `backend`.
 
     Within a slot, rows come source rank by source rank in no order of the ranks.
@@ -69,7 +70,7 @@ class LowLatencyBuffer:
     rounding to bf16) plus 2**-22 x K x sum |weight x output| (fp32 sums).
     """
 
-    combine_order: ClassVar[CombineOrder] = "backend"
+    mode: ClassVar[Mode] = "deepep_low_latency"
 
     def __init__(
         self,
@@ -84,10 +85,7 @@ class LowLatencyBuffer:
         the device masks instead of trapping. UserError when this version cannot; PlanError names
         every limit that `shape` breaks.
         """
-        shape.require("deepep_low_latency")
-        self.shape, self.rank = shape, group.rank()
-        self.meter = meter or DeviceMeter()
-        self._library = library
+        super().__init__(library, shape, group=group, meter=meter)
         num_bytes = call(
             library.buffer.get_low_latency_rdma_size_hint,
             num_max_dispatch_tokens_per_rank=shape.max_tokens,
@@ -108,7 +106,7 @@ class LowLatencyBuffer:
     def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> _Dispatch:
         """Issue the sends. With fp8 DeepEP quantises while it sends."""
         posted = time.monotonic()
-        topk_idx_TK = slot_ids_TK.to(self._library.topk_idx_dtype).contiguous()
+        topk_idx_TK = self._topk_idx(slot_ids_TK)
         received, counts_s, handle, _, hook = call(
             self._buffer.low_latency_dispatch,
             x=x_TH.contiguous(),
@@ -160,10 +158,6 @@ class LowLatencyBuffer:
         status_R = torch.zeros(self.shape.ranks, dtype=torch.int32, device=device)
         call(self._buffer.low_latency_query_mask_buffer, mask_status=status_R)
         return tuple(torch.nonzero(status_R).flatten().tolist())
-
-    def close(self) -> None:
-        """Give DeepEP's memory back; the buffer is unusable afterwards."""
-        self._buffer.destroy()
 
 
 def _rows_of(topk_idx_TK: Tensor, rank: int, slots_per_rank: int) -> Tensor:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import CombineOrder, GroupedRows
+from moe_runtime.expert_parallel.buffer import GroupedRows
+from moe_runtime.expert_parallel.deepep.adapter import Adapter
 from moe_runtime.expert_parallel.deepep.expand import (
     Expansion,
     expand,
@@ -24,7 +25,7 @@ from moe_runtime.expert_parallel.deepep.expand import (
 )
 from moe_runtime.expert_parallel.deepep.library import Library, call
 from moe_runtime.expert_parallel.deepep.meter import Combining, DeviceMeter
-from moe_runtime.expert_parallel.deepep.shape import Shape
+from moe_runtime.expert_parallel.deepep.shape import Mode, Shape
 from moe_runtime.expert_parallel.payload import quantize
 
 
@@ -69,7 +70,7 @@ class _Dispatch:
         )
 
 
-class NormalBuffer:
+class NormalBuffer(Adapter):
     """COLLECTIVE: see `buffer.Buffer`; `combine_order` is `backend`.
 
     Against the exact sum of weight x bf16 output, a result errs by at most
@@ -77,7 +78,7 @@ class NormalBuffer:
     and at the end. The weighted rows are the experts' business, so their epilogue is in the bound.
     """
 
-    combine_order: ClassVar[CombineOrder] = "backend"
+    mode: ClassVar[Mode] = "deepep_normal"
 
     def __init__(
         self,
@@ -91,10 +92,8 @@ class NormalBuffer:
         """COLLECTIVE. `group` is what DeepEP takes; groups of received rows start at multiples of
         `alignment`. PlanError names every limit that `shape` breaks.
         """
-        shape.require("deepep_normal")
-        self.shape, self.alignment, self.rank = shape, alignment, group.rank()
-        self.meter = meter or DeviceMeter()
-        self._library = library
+        super().__init__(library, shape, group=group, meter=meter)
+        self.alignment = alignment
         self._dispatch_config = library.buffer.get_dispatch_config(shape.ranks)
         self._combine_config = library.buffer.get_combine_config(shape.ranks)
         nvl_bytes, rdma_bytes = self._buffer_bytes()
@@ -111,7 +110,7 @@ class NormalBuffer:
         """Returns when the counts of all ranks are known; rows may still be on their way."""
         posted = time.monotonic()
         assert len(x_TH) <= self.shape.max_tokens, "more rows than a round carries"
-        topk_idx = slot_ids_TK.to(self._library.topk_idx_dtype).contiguous()
+        topk_idx = self._topk_idx(slot_ids_TK)
         x = quantize(x_TH) if self.shape.fp8 else x_TH.contiguous()
         per_rank_R, per_rdma_rank, per_slot, in_rank_TR, event = call(
             self._buffer.get_dispatch_layout,
@@ -151,10 +150,6 @@ class NormalBuffer:
         )
         self.meter.combined(sent=state.foreign_rows, row_bytes=2 * self.shape.hidden)
         return Combining(self.meter, combined_TH, event.current_stream_wait, posted)
-
-    def close(self) -> None:
-        """Give DeepEP's memory back; the buffer is unusable afterwards."""
-        self._buffer.destroy()
 
     def _buffer_bytes(self) -> tuple[int, int]:
         """(NVLink, RDMA) bytes: what the larger of the two configurations asks for.
