@@ -157,6 +157,8 @@ class RankTotals(msgspec.Struct, frozen=True, kw_only=True):
     step_fill              sum over the steps of: rows of all ranks / (ranks x rows of the fullest)
     received_rows          per MoE layer, (token, expert) pairs that this rank's slots received
     rows_histogram         steps by rows: entry i counts those of at most ROWS_BUCKETS[i], the last the rest
+    dispatch_modes         steps by dispatch mode, in the order of spec.limits.DISPATCH_MODES
+    overlap_reasons        steps by why they ran as one or two micro-batches: report.records.OVERLAP_REASONS
     """
 
     steps: int = 0
@@ -172,6 +174,8 @@ class RankTotals(msgspec.Struct, frozen=True, kw_only=True):
     step_fill: float = 0.0
     received_rows: list[int] = []
     rows_histogram: list[int] = []
+    dispatch_modes: list[int] = []
+    overlap_reasons: list[int] = []
 
 
 # Upper bounds of the steps' sizes in `rows_histogram`.

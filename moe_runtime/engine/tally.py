@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from moe_runtime.engine.messages import ROWS_BUCKETS, RankTotals
-from moe_runtime.report.records import PHASES
+from moe_runtime.report.records import OVERLAP_REASONS, PHASES
+from moe_runtime.spec.limits import DISPATCH_MODES
 
 
 class Tally:
@@ -25,6 +26,7 @@ class Tally:
         self._fill = 0.0
         self._received = np.zeros(num_moe_layers, np.int64)
         self._histogram = [0] * (len(ROWS_BUCKETS) + 1)
+        self._modes, self._reasons = [0] * len(DISPATCH_MODES), [0] * len(OVERLAP_REASONS)
         self.output_tokens = 0
         self.chunk_tokens = 0
 
@@ -43,6 +45,8 @@ class Tally:
         self._fill += step_fill
         self._received += row["received_rows"]
         self._histogram[bisect.bisect_left(ROWS_BUCKETS, row["decode_tokens"] + prefill)] += 1
+        self._modes[row["dispatch_mode"]] += 1
+        self._reasons[row["overlap_reason"]] += 1
         self.chunk_tokens = chunk_tokens
 
     def totals(self) -> RankTotals:
@@ -61,4 +65,6 @@ class Tally:
             step_fill=self._fill,
             received_rows=self._received.tolist(),
             rows_histogram=list(self._histogram),
+            dispatch_modes=list(self._modes),
+            overlap_reasons=list(self._reasons),
         )

@@ -15,7 +15,8 @@ from prometheus_client.registry import Collector
 from moe_runtime.engine.messages import ROWS_BUCKETS, Status
 from moe_runtime.frontend.admission import Admission, Verdict
 from moe_runtime.frontend.board import KINDS, Board, RankView, tokens_of
-from moe_runtime.report.records import PHASES
+from moe_runtime.report.records import OVERLAP_REASONS, PHASES
+from moe_runtime.spec.limits import DISPATCH_MODES
 
 PREFIX = "moe_runtime"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -158,17 +159,26 @@ def _gauges(views: list[RankView]) -> Iterator[Metric]:
 
 def _counters(views: list[RankView]) -> Iterator[Metric]:
     tokens = CounterMetricFamily(f"{PREFIX}_tokens", "Tokens by kind, each once", labels=[*_RANK, "kind"])
-    phases = CounterMetricFamily(
-        f"{PREFIX}_step_phase_seconds", "Wall seconds of steps by phase", labels=[*_RANK, "phase"]
-    )
     for view in views:
-        totals = view.status.totals
         for kind in KINDS:
-            tokens.add_metric([*_labels(view), kind], tokens_of(totals, kind))
-        for phase, seconds in zip(PHASES, totals.phase_seconds, strict=False):
-            phases.add_metric([*_labels(view), phase], seconds)
+            tokens.add_metric([*_labels(view), kind], tokens_of(view.status.totals, kind))
     yield tokens
-    yield phases
+    for name, help_text, label, kinds, attribute in (
+        ("step_phase_seconds", "Wall seconds of steps by phase", "phase", PHASES, "phase_seconds"),
+        ("steps_by_dispatch_mode", "Steps by how rows travelled", "mode", DISPATCH_MODES, "dispatch_modes"),
+        (
+            "steps_by_overlap_reason",
+            "Steps by why they ran as one or two micro-batches",
+            "reason",
+            OVERLAP_REASONS,
+            "overlap_reasons",
+        ),
+    ):
+        family = CounterMetricFamily(f"{PREFIX}_{name}", help_text, labels=[*_RANK, label])
+        for view in views:
+            for kind, value in zip(kinds, getattr(view.status.totals, attribute), strict=False):
+                family.add_metric([*_labels(view), kind], value)
+        yield family
     for name, help_text, attribute in (
         ("steps", "Steps taken", "steps"),
         ("step_seconds", "Wall seconds of steps", "step_seconds"),

@@ -149,6 +149,18 @@ def test_step_sizes_are_a_histogram():
     assert got["moe_runtime_step_rows_sum", (*rank, ("rank", "0"))] == 5021
 
 
+def test_steps_are_counted_by_dispatch_mode_and_overlap_reason():
+    metrics = Metrics(Board(), ranks_per_node=1)
+    metrics.observe_status(status(3, dispatch_modes=[4, 9], overlap_reasons=[0, 0, 7, 5, 1]), now=0.0)
+    for name, label, values in (
+        ("dispatch_mode", "mode", {"normal": 4, "low_latency": 9}),
+        ("overlap_reason", "reason", {"off": 0, "asked": 0, "gain": 7, "no_gain": 5, "too_small": 1}),
+    ):
+        for kind, value in values.items():
+            found = by_rank(metrics, f"moe_runtime_steps_by_{name}_total", **{label: kind})
+            assert found == {"3": value}
+
+
 def test_silent_ranks_are_named():
     board = Board([("decode-0", 0), ("decode-0", 1)])
     board.observe(status(0, deployment="decode"), now=100.0)
