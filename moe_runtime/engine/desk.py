@@ -98,7 +98,7 @@ class RequestDesk:
     wake_step: int = -1
     changed: bool = False
     _frontends: dict[int, str] = field(default_factory=dict)
-    _left: set[int] = field(default_factory=set)
+    _left: dict[int, str | None] = field(default_factory=dict)
     _sources: dict[int, KVSource] = field(default_factory=dict)
     _pulls: list[_Pulling] = field(default_factory=list)
     _compiling: list[_Compiling] = field(default_factory=list)
@@ -192,9 +192,10 @@ class RequestDesk:
             )
 
     def close(self) -> None:
-        """Close the sockets once what was sent is out, and the transfer thread."""
+        """Close the sockets once what was sent to other instances is out, and the transfer thread."""
         self.inbox.close()
-        self.outbox.close()
+        peers = [a for (i, _), a in self.identity.addresses.items() if i == self.identity.instance]
+        self.outbox.close(unwanted={*peers, *self._left.values()})
         self.structures.close()
         if self.transport is not None:
             self.transport.close()
@@ -232,9 +233,8 @@ class RequestDesk:
             case Watch(frontend=frontend, seconds=seconds):
                 self._watchers.watch(frontend, seconds)
             case Goodbye(frontend=frontend, frontends=frontends):
-                self._frontends.pop(frontend, None)
                 self._watchers.watch(frontend, 0.0)
-                self._left.add(frontend)
+                self._left[frontend] = self._frontends.pop(frontend, None)
                 self.stopping = len(self._left) >= frontends
 
     def _admit(self, message: Submit | SubmitTransferred, constraint: Constraint | None) -> None:

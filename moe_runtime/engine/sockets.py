@@ -4,6 +4,7 @@ On one host the sockets lie in a private directory; nothing listens on a network
 """
 
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -73,6 +74,7 @@ class Outbox:
             self._sockets[address] = socket
         socket.send(self._encoder.encode(message))
 
-    def close(self) -> None:
-        for socket in self._sockets.values():
-            socket.close()
+    def close(self, unwanted: Container[str] = ()) -> None:
+        """Give what is queued a moment to leave, but not for addresses where it is `unwanted` by now."""
+        for address, socket in self._sockets.items():
+            socket.close(linger=0 if address in unwanted else None)
