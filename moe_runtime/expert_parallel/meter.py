@@ -11,7 +11,8 @@ class TransportTotals:
     rows_dispatched   rows sent to other ranks in dispatches, as they travel: for transports that send
                       a token once per rank, (token, other rank) pairs
     bytes_dispatched  bytes sent to other ranks in dispatches, headers included; likewise combined
-    busy              seconds in which a transfer was under way
+    busy              seconds in which a transfer was under way; with a transport that sees the end of a
+                      transfer only by waiting for it (torch.distributed), until that wait returns
     waited            the part of `busy` in which this rank stood still
     """
 

@@ -156,8 +156,8 @@ def _note_lines(effective: EffectivePlan, model: ModelSpec, budgets: Sequence[Me
         yield f"{d.name}: the KV cache of a rank holds {tokens} tokens, {d.kv.token_bytes} bytes each"
     if effective.cluster.device == "cpu" and effective.cluster.nodes > 1:
         yield (
-            f"all ranks run on this host; grouping them into {effective.cluster.nodes} nodes only sets"
-            " the report's denominators"
+            f"all ranks run on this host; grouping them into {effective.cluster.nodes} nodes sets the"
+            " report's denominators, and instances over several of them agree and dispatch as between hosts"
         )
     yield from dict.fromkeys(note for b in budgets for note in b.notes)
 
