@@ -8,7 +8,7 @@ import pytest
 
 from moe_runtime.checkpoint.make import make_checkpoint
 from moe_runtime.errors import PlanError
-from moe_runtime.launch.commands import check
+from moe_runtime.launch.commands import bench, check
 from moe_runtime.launch.preflight import preflight
 from moe_runtime.spec.bytes import normal_buffer_bytes
 
@@ -50,3 +50,16 @@ def test_running_it_is_refused_by_name(plan):
     assert keys == ["cluster.device", "deployments.unified.dispatch.backend"]
     assert "(plan.yaml:2)" in str(caught.value)
     assert "needs deep_ep, which is not installed" in str(caught.value)
+
+
+def test_what_was_never_tested_is_stamped_in_the_report(plan, tmp_path):
+    """Nine ranks are a warning of `check`, and stand among the notes of a run's report."""
+    plan.write_text("model: {path: checkpoint}\ndeployments:\n  unified: {expert_parallel: 9}\n")
+    flight = preflight(plan, (), check_tensors=False)
+    arguments = argparse.Namespace(
+        out=tmp_path / "run.json", trace=tmp_path / "t.jsonl", speed=1.0, limit=None, scale_lengths=1.0
+    )
+    facts = bench._Bench(arguments)._facts(flight, warmup_end=0.0)
+    assert facts.notes == (
+        "deployments.unified: backend shm, untested: ranks = 9 must be at most 8 (what the test suite runs)",
+    )
