@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from moe_runtime.kernels.aot.case import AotCase, Matrix, Target
+from moe_runtime.kernels.grouped_gemm.formats import GROUP
 from moe_runtime.kernels.grouped_gemm.tiles import Format, Tile, tiles
 from moe_runtime.kernels.shapes import MODELS
 
@@ -26,8 +27,16 @@ _REPRESENTATIVE: dict[Format, set[tuple[int, bool, bool]]] = {
 def constants(
     form: Format, tile: Tile, inputs: int, *, descriptors: bool, gaps: bool, slots: int
 ) -> dict[str, Any]:
-    """Constant -> value. Nothing is masked along the inputs if descriptors give zeros past the end."""
+    """Constant -> value.
+
+    WHOLE: nothing is masked along the inputs, as they fill the tiles or descriptors give zeros past
+    the end. ROW_SCALES: the four scales of a row in one load, where threads would load one or two bytes.
+    """
     packed = form in ("int4", "mxfp4")
+    whole = inputs % tile.depth == 0 or (descriptors and not packed)
+    # A tile's scales per thread, of chips with descriptors and of the others.
+    scale_bytes = tile.outputs * tile.depth // GROUP * (2 if form == "int4" else 1)
+    narrow = scale_bytes < 4 * tile.warps * (32 if descriptors else 64)
     return {
         "FORMAT": form,
         "ROWS": tile.rows,
@@ -35,7 +44,8 @@ def constants(
         "DEPTH": tile.depth,
         "SWAP": tile.swap,
         "DESCRIPTORS": descriptors,
-        "WHOLE": inputs % tile.depth == 0 or (descriptors and not packed),
+        "WHOLE": whole,
+        "ROW_SCALES": packed and whole and narrow and tile.depth == 4 * GROUP,
         "GAPS": gaps,
         "SLOTS": max(SLOTS, 1 << (slots - 1).bit_length()),
         "BAND": BAND,

@@ -9,14 +9,15 @@ holds them, so that a kernel takes two neighbours from a word with one shift and
 `words` brings the nibbles of published checkpoints (byte j: input 2j low, 2j + 1 high) into it.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from moe_runtime.kernels.errors import KernelError
+from moe_runtime.kernels.quantize_fp8_block.reference import quantize_fp8_block
 
-FP8_BLOCK = 128  # a scale covers 128 outputs x 128 inputs of a weight, 128 inputs of a row
+FP8_BLOCK: Literal[128] = 128  # a scale covers 128 outputs x 128 inputs of a weight, 128 inputs of a row
 GROUP = 32  # a scale covers 32 inputs of one output (four-bit formats)
 
 _WORD_NIBBLES = 8
@@ -72,6 +73,12 @@ def words(nibbles: Tensor) -> Tensor:
     return packed.to(torch.int32).view(*nibbles.shape[:-1], -1)
 
 
+def of_slot(weight: Weight, slot: int) -> Weight:
+    """The weight of one slot, still with a slot axis (of 1)."""
+    one = slice(slot, slot + 1)
+    return weight[one] if isinstance(weight, Tensor) else type(weight)(*(t[one] for t in weight))
+
+
 def decode(weight: Weight) -> Tensor:
     """[s, O, K]: the elements in fp32, those of Int4 rounded to bf16; a plain weight as it is."""
     if isinstance(weight, Tensor):
@@ -91,15 +98,11 @@ def decode(weight: Weight) -> Tensor:
 
 
 def encode_fp8(weight_sOK: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Fp8Block:
-    """Each block scaled so that its largest magnitude becomes the largest of `dtype`."""
-    s, num_outputs, K = weight_sOK.shape
-    rows, cols = -(-num_outputs // FP8_BLOCK), -(-K // FP8_BLOCK)
-    padded = weight_sOK.new_zeros(s, rows * FP8_BLOCK, cols * FP8_BLOCK, dtype=torch.float32)
-    padded[:, :num_outputs, :K] = weight_sOK
-    blocks = padded.view(s, rows, FP8_BLOCK, cols, FP8_BLOCK)
-    scales = blocks.abs().amax((2, 4)).clamp_(min=1e-12) / torch.finfo(dtype).max
-    values = (blocks / scales[:, :, None, :, None]).view(padded.shape)[:, :num_outputs, :K]
-    return Fp8Block(values.to(dtype).contiguous(), scales)
+    """Every slot as `quantize_fp8_block` quantises a weight."""
+    slots = [quantize_fp8_block(w, rows_per_block=FP8_BLOCK, dtype=dtype) for w in weight_sOK]
+    return Fp8Block(
+        torch.stack([values for values, _ in slots]), torch.stack([scales for _, scales in slots])
+    )
 
 
 def encode_mxfp4(weight_sOK: Tensor) -> Mxfp4:

@@ -5,8 +5,9 @@ N rows, s slots, O outputs, K inputs, B blocks of 128 inputs.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from moe_runtime.kernels.grouped_gemm.formats import FP8_BLOCK, Weight, decode, outputs
+from moe_runtime.kernels.grouped_gemm.formats import FP8_BLOCK, Weight, decode, of_slot, outputs
 
 
 def grouped_gemm(
@@ -35,11 +36,12 @@ def grouped_gemm(
     """
     del zero_gaps, rows_per_slot
     wide_NK = widen(x_NK, x_scales_NB)
-    wide_sOK = decode(weight_sOK).float()
     y_NO = wide_NK.new_zeros(x_NK.shape[0], outputs(weight_sOK))
     for slot, (start, count) in enumerate(zip(starts_s.tolist(), counts_s.tolist(), strict=True)):
+        if not count:
+            continue
         rows = slice(start, start + count)
-        y_NO[rows] = wide_NK[rows] @ wide_sOK[slot].t()
+        y_NO[rows] = F.linear(wide_NK[rows], decode(of_slot(weight_sOK, slot))[0].float())
         if row_weights_N is not None:
             y_NO[rows] *= row_weights_N[rows, None]
     return y_NO.to(out_dtype or result_dtype(x_NK))

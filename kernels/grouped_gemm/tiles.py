@@ -79,7 +79,16 @@ _AMD: dict[Format, tuple[Tile, ...]] = {
         Tile(rows=128, outputs=128, depth=128, warps=8),
     ),
 }
-_TABLES = {SM_90: _NVIDIA, SM_100: _NVIDIA, GFX_942: _AMD}
+# A fourth stage of 64 rows in fp8 spills there.
+_BLACKWELL: dict[Format, tuple[Tile, ...]] = {
+    **_NVIDIA,
+    "fp8": (
+        *_NVIDIA["fp8"][:2],
+        Tile(rows=64, outputs=128, depth=128, stages=3, programs=3),
+        _NVIDIA["fp8"][3],
+    ),
+}
+_TABLES = {SM_90: _NVIDIA, SM_100: _BLACKWELL, GFX_942: _AMD}
 
 
 def tiles(form: Format, target: Target) -> tuple[Tile, ...]:

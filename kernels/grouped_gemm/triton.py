@@ -9,7 +9,7 @@ through aligned pointers.
 fp8: the products of 128 inputs are summed by the matrix units and then, scaled, in fp32.
 Four-bit weights become bf16 in registers: int4 as 128 + nibble, whose bits are the nibble or-ed into
 a constant; e2m1 as sign, exponent and mantissa in bf16's places, which is the value times 2 ** -126.
-Both are exact up to the product with the scale.
+Both are exact up to the product with the scale (an e8m0 scale of 0 counts as zero, not as 2 ** -127).
 """
 
 from collections.abc import Iterator
@@ -110,8 +110,11 @@ def store(
 
 
 @triton.jit
-def widen(q, scales, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, INT4: tl.constexpr):
-    """bf16 [OUTPUTS, DEPTH] of words [OUTPUTS, DEPTH / 8] and scales [OUTPUTS, DEPTH / 32], see `formats`."""
+def widen(q, scales, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, INT4: tl.constexpr, FP32: tl.constexpr):
+    """bf16 [OUTPUTS, DEPTH] of words [OUTPUTS, DEPTH / 8] and scales [OUTPUTS, DEPTH / 32], see `formats`.
+
+    FP32: computed in it, which gives the same bits and is for chips that do not compute in bf16.
+    """
     GROUPS: tl.constexpr = DEPTH // 32
     shift = 4 * tl.arange(0, 4)
     pairs = q.to(tl.uint32, bitcast=True).reshape(OUTPUTS, GROUPS, 1, 4) >> shift[None, None, :, None]
@@ -123,12 +126,12 @@ def widen(q, scales, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, INT4: tl.conste
     low = pairs.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     high = (pairs >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     values = tl.join(low, high).reshape(OUTPUTS, GROUPS, 32)
-    if INT4:
-        values = (values - 136.0) * scales[:, :, None]
-    else:
-        factor = (scales.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
-        values = (values * 85070591730234615865843651857942052864.0) * factor[:, :, None]
-    return values.reshape(OUTPUTS, DEPTH)
+    if not INT4:
+        scales = (scales.to(tl.uint16) << 7).to(tl.bfloat16, bitcast=True)
+    if FP32:
+        values, scales = values.to(tl.float32), scales.to(tl.float32)
+    values = values - 136.0 if INT4 else values * 85070591730234615865843651857942052864.0
+    return (values * scales[:, :, None]).to(tl.bfloat16).reshape(OUTPUTS, DEPTH)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_VARYING)
@@ -155,6 +158,7 @@ def grouped_gemm_kernel(
     SWAP: tl.constexpr,
     DESCRIPTORS: tl.constexpr,
     WHOLE: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     GAPS: tl.constexpr,
     SLOTS: tl.constexpr,
     BAND: tl.constexpr,
@@ -162,7 +166,6 @@ def grouped_gemm_kernel(
     PACKED: tl.constexpr = (FORMAT == "int4") | (FORMAT == "mxfp4")
     WIDTH: tl.constexpr = DEPTH // 8 if PACKED else DEPTH  # elements of a row of w that hold DEPTH inputs
     GROUPS: tl.constexpr = DEPTH // 32
-    BYTES4: tl.constexpr = (FORMAT == "mxfp4") & WHOLE & (GROUPS == 4) & (not DESCRIPTORS)
     w_row = num_inputs
     if PACKED:
         num_inputs = groups * 32
@@ -189,8 +192,9 @@ def grouped_gemm_kernel(
         if PACKED:
             g = tl.arange(0, GROUPS)
             scales_row = slot.to(tl.int64) * num_outputs + n
-            if BYTES4:
-                w_scales_at = w_scales.to(tl.pointer_type(tl.int32)) + scales_row * (groups // 4)
+            if ROW_SCALES:
+                word: tl.constexpr = tl.pointer_type(tl.int64 if FORMAT == "int4" else tl.int32)
+                w_scales_at = w_scales.to(word) + scales_row * (groups // 4)
             else:
                 w_scales_at = w_scales + scales_row[:, None] * groups + g[None, :]
         acc = tl.zeros((OUTPUTS, ROWS) if SWAP else (ROWS, OUTPUTS), tl.float32)
@@ -208,15 +212,18 @@ def grouped_gemm_kernel(
                 x_at += DEPTH
                 w_at += WIDTH
             if PACKED:
-                if BYTES4:
-                    # Four scales of a byte in one load: narrower ones would be loads of their own.
-                    scales = (tl.load(w_scales_at)[:, None] >> 8 * g[None, :]) & 0xFF
+                if ROW_SCALES:
+                    scales = tl.load(w_scales_at)[:, None]
+                    if FORMAT == "int4":
+                        scales = (scales >> 16 * g[None, :]).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+                    else:
+                        scales = (scales >> 8 * g[None, :]) & 0xFF
                 elif WHOLE:
                     scales = tl.load(w_scales_at)
                 else:
                     scales = tl.load(w_scales_at, mask=g[None, :] < groups - step * GROUPS, other=0)
-                w_scales_at += 1 if BYTES4 else GROUPS
-                b = widen(b, scales, OUTPUTS, DEPTH, FORMAT == "int4")
+                w_scales_at += 1 if ROW_SCALES else GROUPS
+                b = widen(b, scales, OUTPUTS, DEPTH, FORMAT == "int4", not DESCRIPTORS)
             if FORMAT == "fp8":
                 scale = tl.load(x_scales_at) * tl.load(w_scales_at)
                 x_scales_at += x_block

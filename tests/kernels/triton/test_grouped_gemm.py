@@ -8,6 +8,7 @@ import torch
 from moe_runtime.kernels.errors import KernelError
 from moe_runtime.kernels.grouped_gemm import formats, reference
 from moe_runtime.kernels.grouped_gemm.tiles import Tile
+from moe_runtime.kernels.quantize_fp8_block.reference import quantize_fp8_block
 from tests.kernels.interpreter import interpreted
 from tests.kernels.triton.cases import MATRICES, group_counts, normal, poisoned, relative_error
 
@@ -43,16 +44,6 @@ def compare(x, weight, starts, counts, tolerance, *, tile, descriptors=True, **h
     error = relative_error(got.float(), want.float())
     assert error <= tolerance, error
     return got
-
-
-def quantized_rows(rows, inputs, *, column_major, seed=3):
-    """e4m3 rows with a scale per 128 inputs."""
-    blocks = -(-inputs // formats.FP8_BLOCK)
-    padded = torch.nn.functional.pad(normal(rows, inputs, seed=seed), (0, blocks * 128 - inputs))
-    by_block = padded.view(rows, blocks, 128)
-    scales = by_block.abs().amax(-1) / 448 + 1e-12
-    values = (by_block / scales[..., None]).view(rows, -1)[:, :inputs].to(torch.float8_e4m3fn).contiguous()
-    return values, scales.t().contiguous().t() if column_major else scales
 
 
 @pytest.mark.parametrize("name", group_counts())
@@ -111,8 +102,13 @@ def test_masked_rows_are_left_alone_past_their_count():
 @pytest.mark.parametrize(("outputs", "inputs"), MATRICES)
 def test_fp8_blocks(outputs, inputs, tile, descriptors):
     starts, counts, rows = layout((9, 0, 18), 4)
-    weight = formats.encode_fp8(normal(3, outputs, inputs, seed=2) * normal(3, outputs, 1, seed=6).exp())
-    x, scales = quantized_rows(rows, inputs, column_major=tile.swap)
+    dtype = torch.float8_e4m3fn if descriptors else torch.float8_e4m3fnuz  # as the chips have it
+    weight = formats.encode_fp8(
+        normal(3, outputs, inputs, seed=2) * normal(3, outputs, 1, seed=6).exp(), dtype
+    )
+    x, scales = quantize_fp8_block(normal(rows, inputs, seed=3), dtype=dtype)
+    if tile.swap:
+        scales = scales.contiguous()  # row by row, as some dispatch backends deliver them
     how: dict[str, Any] = {"tile": tile, "descriptors": descriptors, "x_scales_NB": scales}
     compare(x, weight, starts, counts, FP8, out_dtype=torch.float32, **how)
     if (outputs, inputs) == MATRICES[0]:
