@@ -31,6 +31,7 @@ TABLE: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "any": "experts.reference",
             "cpu": "experts.cpu",
             "cpu_invariant": "experts.cpu_invariant",
+            "cuda": "experts.triton",
         },
         "gated_mlp": {
             "any": "gated_mlp.reference",
@@ -47,6 +48,7 @@ TABLE: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "cpu": "gqa_prefill.cpu",
             "cpu_invariant": "gqa_prefill.cpu_invariant",
         },
+        "grouped_gemm": {"any": "grouped_gemm.reference", "cuda": "grouped_gemm.triton"},
         "kv_write": {"any": "kv_write.reference"},
         "linear": {"any": "linear.reference", "cpu": "linear.cpu", "cpu_invariant": "linear.cpu_invariant"},
         "mla_decode": {
