@@ -14,11 +14,15 @@ def experts(
     gate_up: Tensor,
     down: Tensor,
     weights_N: Tensor | None = None,
+    *,
+    masked: bool = False,
+    rows_per_slot: int | None = None,
 ) -> Tensor:
-    """As the reference, up to rounding; both weights may be packed (then with four axes)."""
+    """As the reference, up to rounding; plain weights, both may be packed (then with four axes)."""
+    del rows_per_slot
     y_NH = torch.empty_like(x_NH)
     counts = counts_s.tolist()
-    if sum(counts) < x_NH.shape[0]:
+    if not masked and sum(counts) < x_NH.shape[0]:
         y_NH.zero_()
     for slot, (start, count) in enumerate(zip(starts_s.tolist(), counts, strict=True)):
         if not count:

@@ -13,8 +13,12 @@ def experts(
     gate_up_s2IH: Tensor,
     down_sHI: Tensor,
     weights_N: Tensor | None = None,
+    *,
+    masked: bool = False,
+    rows_per_slot: int | None = None,
 ) -> Tensor:
-    """As the reference, up to rounding."""
+    """As the reference, up to rounding; plain weights."""
+    del masked, rows_per_slot
     y_NH = torch.zeros_like(x_NH)
     for slot, (start, count) in enumerate(zip(starts_s.tolist(), counts_s.tolist(), strict=True)):
         if count:

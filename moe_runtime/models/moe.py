@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moe_runtime.expert_parallel.buffer import Rows
+from moe_runtime.expert_parallel.buffer import MaskedRows, Rows
 from moe_runtime.models.mlp import GatedMlp
 from moe_runtime.models.ops import Ops
 from moe_runtime.models.parameters import empty_parameter
@@ -95,7 +95,13 @@ class Experts(nn.Module):
         x = rows.values(self.down.dtype)
         weights = None if rows.weights is None else rows.weights.flatten()
         y_NH: Tensor = self._ops.experts(
-            x.flatten(0, -2), rows.starts, rows.counts, self.gate_up, self.down, weights
+            x.flatten(0, -2),
+            rows.starts,
+            rows.counts,
+            self.gate_up,
+            self.down,
+            weights,
+            masked=isinstance(rows, MaskedRows),
         )
         return y_NH.view(x.shape)
 
