@@ -5,7 +5,8 @@ its time per step X goes from 0 to twice the computation C. Plain, a step costs 
 overlap it should cost max(C2, X) and the ends that nothing can hide (the first dispatch and the last
 combine of a half), C2 being the computation in two micro-batches.
 
-Prints JSON lines, and with --plot a picture.
+Prints JSON lines, and with --plot a picture. `over_ideal` is the step's time / (max(C2, X) + ends), to be
+at most 1.15 for every X (`--check`).
 """
 
 import argparse
@@ -28,6 +29,7 @@ from moe_runtime.expert_parallel.local import LocalBuffer  # noqa: E402
 from tests.expert_parallel.slow_link import SlowLink  # noqa: E402
 from tests.models.decoder_harness import Rank, load_decoder  # noqa: E402
 
+TARGET = 1.15
 FACTORS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 
 
@@ -121,6 +123,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--plot", type=Path, metavar="F.png")
+    parser.add_argument("--check", action="store_true", help="exit with 1 above the target")
     a = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = a.checkpoint or Path(folder) / "tiny"
@@ -131,6 +134,8 @@ def main() -> None:
         print(json.dumps({**{k: round(v, 3) for k, v in row.items()}, "cores": os.cpu_count()}), flush=True)
     if a.plot is not None:
         plot(rows, a.plot)
+    if a.check and max(row["over_ideal"] for row in rows) > TARGET:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
