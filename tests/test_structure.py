@@ -71,6 +71,7 @@ TORCH_FREE = (
     "frontend.fleet",
     "frontend.metrics",
     "frontend.replay",
+    "frontend.server.app",
     "report.build",
     "placement.placement",
     "models.families.registry",
@@ -82,6 +83,7 @@ TORCH_FREE = (
     "launch.commands.check",
     "launch.commands.bench",
     "launch.commands.generate",
+    "launch.commands.serve",
 )
 # Control modules are pure: no clock, no sockets, no web framework, no torch.
 IMPURE = {"time", "datetime", "socket", "asyncio", "zmq", "torch", "random", "threading"}

@@ -28,7 +28,6 @@ class Rule:
 
 
 RULES = (
-    Rule("server.frontends", (1,), "more than one frontend"),
     Rule("deployments.*.attention.tensor_parallel", (1,), "tensor-parallel attention"),
     Rule(
         "deployments.*.kv_cache.dtype", ("auto", MODEL_DTYPE), "a KV cache in another dtype than the model's"

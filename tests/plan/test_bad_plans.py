@@ -199,8 +199,6 @@ NOT_YET = [
     Bad("KV dtype against the checkpoint's", "deployments.unified.kv_cache.dtype", ("not available",),
         "set it to auto or float32", text=UNIFIED, sets=("deployments.unified.kv_cache.dtype=bfloat16",),
         value="bfloat16"),
-    Bad("two frontends", "server.frontends", ("not available in this version",), "set it to 1",
-        sets=("server.frontends=2",), value=2),
 ]  # fmt: skip
 
 ALL = WRONG_TYPES + UNKNOWN_KEYS + RANGES + CROSS_FIELD + OF_THE_MODEL + NOT_YET
