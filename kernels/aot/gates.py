@@ -61,10 +61,13 @@ def _matrix(case: AotCase, target: Target, compiled: Compiled) -> list[str]:
 
 
 def _loads(case: AotCase, compiled: Compiled) -> list[str]:
-    """Of the main loops; of the whole kernel if it streams without a loop."""
-    bodies = compiled.loops or ((compiled.whole,) if case.streams else ())
+    """In main loops nothing loads 2 bytes; without a loop, what does must be rare (a row's weights, say)."""
+    bodies = compiled.loops or (compiled.whole,)
     narrow = sum(body.loads.get(2, 0) for body in bodies)
-    found = [f"{narrow} loads of 2 bytes in main loops"] if narrow else []
-    if case.streams and not any(body.bulk or body.loads.get(16) for body in bodies):
+    wide = sum(body.bulk + body.loads.get(16, 0) for body in bodies)
+    found = []
+    if narrow and (compiled.loops or (case.streams and narrow >= wide)):
+        found.append(f"{narrow} loads of 2 bytes in main loops")
+    if case.streams and not wide:
         found.append("no 16-byte loads in a main loop")
     return found
