@@ -114,6 +114,7 @@ def _bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--speed", type=_positive, default=1.0, help="replay this many times faster")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     p.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="X", help="multiply all lengths")
+    p.add_argument("--http", metavar="URL", help="replay against a server that runs the plan already")
     _timeline(p)
 
 

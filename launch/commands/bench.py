@@ -1,34 +1,46 @@
 """`moe-runtime bench`: replays a request trace open loop, prints and saves the report."""
 
 import argparse
+import asyncio
+import os
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import moe_runtime
 from moe_runtime.checkpoint.tokenizer import Tokenizer
 from moe_runtime.errors import InputError
+from moe_runtime.files import require_outputs
 from moe_runtime.frontend.fleet import Fleet
+from moe_runtime.frontend.http_client import Server
+from moe_runtime.frontend.http_replay import Instances, replay_http, served_model
 from moe_runtime.frontend.prompts import trace_prompts, usable_ids
 from moe_runtime.frontend.replay import Arrival, replay
+from moe_runtime.frontend.scrape import EVERY_SECONDS, NOTE, Scraper
 from moe_runtime.frontend.trace import read_trace
 from moe_runtime.launch import session
 from moe_runtime.launch.console import say, show
-from moe_runtime.launch.preflight import Preflight
+from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.progress import Progress
 from moe_runtime.plan.validate import plan_warnings
 from moe_runtime.report.build import build_report
 from moe_runtime.report.facts import DeploymentFacts, RunFacts
 from moe_runtime.report.files import save_report
 from moe_runtime.report.machine import read_commit, read_machine, summarize_model
+from moe_runtime.report.records import RankSteps, RequestRecord
 from moe_runtime.report.schema import Options
 from moe_runtime.report.show import render, use_color
 from moe_runtime.spec.requests import SamplingParams
 
+API_KEY = "MOE_RUNTIME_API_KEY"
+
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> int:
     command = _Bench(arguments)
+    if arguments.http is not None:
+        return _run_http(command, arguments)
     return session.run(
         arguments.plan,
         arguments.overrides,
@@ -84,14 +96,40 @@ class _Bench:
         with Progress("requests", len(arrivals)) as progress:
             records = await replay(fleet, arrivals, on_done=progress.advance)
         fleet.raise_if_failed()
-        steps = await fleet.collect()
-        report = build_report(self._facts(flight, warmup_end), records, steps)
+        self._save(self._facts(flight, warmup_end), records, await fleet.collect())
+        return 0
+
+    async def replay_http(self, flight: Preflight, server: Server) -> None:
+        """The replay against a server that runs the plan already; its /metrics stand in for step records."""
+        arrivals = self._arrivals(flight)
+        key = os.environ.get(API_KEY)
+        model = await served_model(server, key)
+        scraper = Scraper(server)
+        follow = asyncio.create_task(scraper.follow())
+        warmup_end = time.monotonic()
+        with Progress("requests", len(arrivals)) as progress:
+            records = await replay_http(
+                server,
+                arrivals,
+                model=model,
+                instances=_instances(flight),
+                key=key,
+                on_done=progress.advance,
+            )
+        await asyncio.sleep(2 * EVERY_SECONDS)  # until the ranks have said what they did last
+        follow.cancel()
+        await asyncio.gather(follow, return_exceptions=True)
+        await scraper.look()
+        steps = scraper.steps(flight.model.num_moe_layers)
+        self._save(self._facts(flight, warmup_end, notes=(NOTE,)), records, steps)
+
+    def _save(self, facts: RunFacts, records: Sequence[RequestRecord], steps: Sequence[RankSteps]) -> None:
+        report = build_report(facts, records, steps)
         save_report(self.out, report)
         show(render(report, color=use_color(sys.stdout)))
         say(f"wrote {self.out}")
-        return 0
 
-    def _facts(self, flight: Preflight, warmup_end: float) -> RunFacts:
+    def _facts(self, flight: Preflight, warmup_end: float, notes: tuple[str, ...] = ()) -> RunFacts:
         plan = flight.effective
         return RunFacts(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -117,8 +155,29 @@ class _Bench:
             ),
             slo=(plan.slo.ttft_ms, plan.slo.tpot_ms),
             warmup_end=warmup_end,
-            notes=plan_warnings(plan, flight.model),
+            notes=(*notes, *plan_warnings(plan, flight.model)),
         )
+
+
+def _run_http(command: _Bench, arguments: argparse.Namespace) -> int:
+    if arguments.timeline_out is not None:
+        raise InputError("--timeline-out: a server keeps no trace of its steps; leave it out, or --http")
+    server = Server.of(arguments.http)
+    inputs = {"PLAN": arguments.plan, "--trace": arguments.trace}
+    require_outputs({"--out": arguments.out}, inputs)
+    flight = preflight(arguments.plan, arguments.overrides, check_tensors=False, to_run=False)
+    asyncio.run(command.replay_http(flight, server))
+    return 0
+
+
+def _instances(flight: Preflight) -> Instances:
+    """The instance of each role where there is but one: a server does not say who served a request."""
+    roles: dict[str, list[str]] = {}
+    for instance in flight.effective.instances:
+        roles.setdefault(instance.deployment, []).append(instance.name)
+    only = {role: names[0] for role, names in roles.items() if len(names) == 1}
+    unified = only.get("unified")
+    return Instances(prefill=only.get("prefill", unified), decode=only.get("decode", unified))
 
 
 def _sequence_room(flight: Preflight) -> int:

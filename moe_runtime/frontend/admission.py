@@ -105,6 +105,7 @@ class _Entry:
     max_tokens: int
     priority: int
     order: int
+    arrived: float
     deadline: float
     waiting: bool = True
 
@@ -171,6 +172,7 @@ class Admission:
             max_tokens,
             priority,
             self._order,
+            now,
             float("inf") if timeout is None else now + timeout,
         )
         wait = self.expected_wait(priority, now)
@@ -224,12 +226,16 @@ class Admission:
     def expected_wait(self, priority: int, now: float) -> float:
         """Seconds to the first token of a request that came now: work ahead of it / measured rate.
 
-        0 until something was measured. The rate is that of the last `RATE_SECONDS` in which
-        anything waited, so it is a capacity and not the load that happened to be there.
+        The rate is that of the last `RATE_SECONDS` in which anything waited, so it is a capacity and
+        not the load that happened to be there. Where nothing was measured yet, a request may expect
+        what those ahead of it have waited already.
         """
+        ahead = [e for e in self._entries.values() if e.waiting and e.priority <= priority]
+        if not ahead:
+            return 0.0
         rate = self._rate(now)
-        ahead = sum(self._cost(e) for e in self._entries.values() if e.waiting and e.priority <= priority)
-        return ahead / rate if rate > 0 else 0.0
+        waited = now - min(e.arrived for e in ahead)
+        return max(waited, sum(map(self._cost, ahead)) / rate) if rate > 0 else waited
 
     # -- inside -------------------------------------------------------------------------------
 

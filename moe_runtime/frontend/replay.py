@@ -45,7 +45,7 @@ def record_of(live: Live, *, index: int, scheduled: float) -> RequestRecord:
         sent=live.sent,
         token_times=tuple(live.token_times),
         prompt_tokens=len(live.request.prompt),
-        cached_tokens=0,
+        cached_tokens=live.cached_tokens,
         output_tokens=len(live.token_ids),
         finish_reason=live.finish_reason or FinishReason.ERROR,
         error=live.error,

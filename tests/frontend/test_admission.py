@@ -125,6 +125,18 @@ def test_the_rate_is_that_of_a_busy_server_not_of_the_load():
     assert admission.expected_wait(-1, now) == 0.0, "what waits is less urgent"
 
 
+def test_a_server_that_starts_nothing_is_not_sent_more_and_more():
+    """Before anything was measured, what those ahead have waited is what a new request may expect."""
+    admission = Admission(limits(max_wait=2.0))
+    assert admission.offer(0, prompt_tokens=9, max_tokens=1, now=0.0).admitted
+    assert admission.offer(1, prompt_tokens=9, max_tokens=1, now=1.9).admitted
+    assert admission.offer(2, prompt_tokens=9, max_tokens=1, now=2.1).status is Answer.LATER
+    assert admission.offer(3, prompt_tokens=9, max_tokens=1, priority=-1, now=2.1).admitted
+    for i in (0, 1, 3):
+        admission.finished(i, now=3.0)
+    assert admission.offer(4, prompt_tokens=9, max_tokens=1, now=3.0).admitted
+
+
 def test_old_measurements_are_forgotten():
     admission = Admission(limits(queue_requests=1000, queue_tokens=10_000, max_wait=1e9))
     for i in range(200):
@@ -192,7 +204,7 @@ def goodput(offered: float, *, max_wait: float, seed: int = 0) -> float:
 
 def test_goodput_holds_at_four_times_the_load_a_server_can_take():
     at_capacity = goodput(10.0, max_wait=1.0)
-    assert at_capacity > 9.0
+    assert at_capacity > 8.5
     assert goodput(40.0, max_wait=1.0) >= 0.9 * at_capacity
     assert goodput(5.0, max_wait=1.0) == pytest.approx(5.0, rel=0.15), "and nobody is refused without need"
     assert goodput(40.0, max_wait=1e9) < 0.2 * at_capacity, "without the bound nearly all come too late"

@@ -17,7 +17,7 @@ FROZEN = {
     "check": "PLAN [--set] [--json]",
     "generate": "PLAN [--set] --prompts --out [--logits] [--timeline-out]",
     "serve": "PLAN [--set]",
-    "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--timeline-out]",
+    "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--http] [--timeline-out]",
     "report": "RUN.json+",
     "eplb": "--load --topology --slots [--current] --out [--groups] [--quality] [--split] [--expert-bytes]"
     " [--horizon] [--plot]",
