@@ -198,7 +198,9 @@ def grouped_gemm_kernel(
             else:
                 w_scales_at = w_scales + scales_row[:, None] * groups + g[None, :]
         acc = tl.zeros((OUTPUTS, ROWS) if SWAP else (ROWS, OUTPUTS), tl.float32)
-        for step in range(0, steps):
+        # A tile of gap rows only has nothing to multiply.
+        depth = tl.where(valid > 0, steps, 0) if GAPS else steps
+        for step in range(0, depth):
             if DESCRIPTORS:
                 a = x.load([row, step * DEPTH])
                 b = w.load([slot * num_outputs + output, step * WIDTH])
@@ -262,7 +264,7 @@ def grouped_gemm(
     masked rows: give it there.
     """
     chip = chip_of(x_NK)
-    expected = -(-x_NK.shape[0] // len(counts_s)) if rows_per_slot is None else rows_per_slot
+    expected = -(-x_NK.shape[0] // max(1, len(counts_s))) if rows_per_slot is None else rows_per_slot
     return grouped_gemm_tiled(
         x_NK,
         weight_sOK,
