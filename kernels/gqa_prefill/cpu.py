@@ -12,7 +12,14 @@ from moe_runtime.kernels.paged.cpu import PrefillGroup
 
 
 def gqa_prefill(
-    q_TAd: Tensor, cache_BSE: Tensor, plan: Sequence[PrefillGroup], scale: float, *, out_TX: Tensor
+    q_TAd: Tensor,
+    cache_BSE: Tensor,
+    plan: Sequence[PrefillGroup],
+    scale: float,
+    *,
+    out_TX: Tensor,
+    window: int = 0,
+    sinks_A: Tensor | None = None,
 ) -> None:
     """As the reference, up to rounding."""
     (T, A, d), E = q_TAd.shape, cache_BSE.shape[2]
@@ -28,5 +35,11 @@ def gqa_prefill(
             scores_hgC = torch.bmm(q_hgd, k_hMd[:, keys].transpose(1, 2))
             scores_AnC = scores_hgC.view(A, n, -1)
             scores_AnC[..., scores_AnC.shape[2] - n :].masked_fill_(ahead, float("-inf"))
-            probs_hgC = masked_softmax(scores_AnC, None).view(kv_heads, -1, scores_AnC.shape[2])
+            if 0 < window < scores_AnC.shape[2]:
+                C = scores_AnC.shape[2]
+                behind_nC = torch.ones(n, C, dtype=torch.bool).tril(C - n - window)
+                scores_AnC.masked_fill_(behind_nC, float("-inf"))
+            sinks_An = None if sinks_A is None else sinks_A.unsqueeze(-1).expand(A, n)
+            probs_AnC = masked_softmax(scores_AnC, None, sinks_An)
+            probs_hgC = probs_AnC.view(kv_heads, -1, scores_AnC.shape[2])
             out_TAd[rows] = torch.bmm(probs_hgC, v_hMd[:, keys]).view(A, n, d).transpose(0, 1)

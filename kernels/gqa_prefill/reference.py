@@ -13,9 +13,19 @@ from moe_runtime.kernels.paged.reference import Segment, sequence_entries
 
 
 def gqa_prefill(
-    q_TAd: Tensor, cache_BSE: Tensor, plan: Sequence[Segment], scale: float, *, out_TX: Tensor
+    q_TAd: Tensor,
+    cache_BSE: Tensor,
+    plan: Sequence[Segment],
+    scale: float,
+    *,
+    out_TX: Tensor,
+    window: int = 0,
+    sinks_A: Tensor | None = None,
 ) -> None:
-    """Write the rows of the segments to `out` [T, A * d]; other rows are left alone."""
+    """Write the rows of the segments to `out` [T, A * d]; other rows are left alone.
+
+    `window` and `sinks` as in gqa_decode.
+    """
     heads, head_dim = q_TAd.shape[1:]
     for segment in plan:
         rows = slice(segment.start, segment.stop)
@@ -25,5 +35,6 @@ def gqa_prefill(
         )
         group = heads // k_hCd.shape[0]
         k_ACd, v_ACd = k_hCd.repeat_interleave(group, 0), v_hCd.repeat_interleave(group, 0)
-        out = causal_attention(q_TAd[rows].transpose(0, 1), k_ACd, v_ACd, segment.context, scale)
+        q_AnQ = q_TAd[rows].transpose(0, 1)
+        out = causal_attention(q_AnQ, k_ACd, v_ACd, segment.context, scale, window=window, sinks_A=sinks_A)
         out_TX[rows] = out.transpose(0, 1).flatten(1)

@@ -42,8 +42,15 @@ def mla_decode(
     out_DX.view(D, A, -1).copy_(out_ADV.transpose(0, 1))
 
 
-def masked_softmax(scores: Tensor, masked: Tensor | None) -> Tensor:
-    """Softmax of the last axis in fp32, in the dtype of the scores (which are overwritten)."""
+def masked_softmax(scores: Tensor, masked: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """Softmax of the last axis in fp32, in the dtype of the scores (which are overwritten).
+
+    `sinks`: a logit per row of the last but one axis, which takes part in the sum.
+    """
     if masked is not None:
         scores.masked_fill_(masked, float("-inf"))
-    return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    if sinks is None:
+        return scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+    column = sinks.to(scores.dtype).unsqueeze(-1).expand(*scores.shape[:-1], 1)
+    probs = torch.cat((scores, column), -1).softmax(-1, dtype=torch.float32)[..., :-1]
+    return probs.to(scores.dtype)

@@ -21,10 +21,9 @@ from moe_runtime.kernels.grouped_gemm.chip import chip_of
 from moe_runtime.kernels.mla_decode.packed.triton import attend_packed
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
 from moe_runtime.kernels.paged import latent
-from moe_runtime.kernels.paged.triton import DecodePlan, empty_splits, join_splits, split_range
+from moe_runtime.kernels.paged.triton import LOG2_E, DecodePlan, empty_splits, join_splits, split_range
 
 SPLIT_TOKENS = 1024  # a split of 64 heads writes 128 KiB for about 1 MiB read
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +216,7 @@ def attend_latent(
         out_DAR,
         parts,
         logs,
-        scale * LOG2_E,
+        scale * LOG2_E.value,
         A,
         plan.blocks_DB.stride(0),
         q_rope_DAd.stride(0),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.gqa_decode.reference import softmax_with_sinks
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
 from moe_runtime.kernels.paged import latent
 from moe_runtime.kernels.paged.reference import Segment, sequence_entries
@@ -44,9 +45,22 @@ def mla_prefill(
         out_TX[rows] = out.transpose(0, 1).flatten(1)
 
 
-def causal_attention(q_AnQ: Tensor, k_ACQ: Tensor, v_ACV: Tensor, context: int, scale: float) -> Tensor:
-    """[A, n, V]: row i attends to tokens 0 .. context + i. The softmax is fp32."""
+def causal_attention(
+    q_AnQ: Tensor,
+    k_ACQ: Tensor,
+    v_ACV: Tensor,
+    context: int,
+    scale: float,
+    *,
+    window: int = 0,
+    sinks_A: Tensor | None = None,
+) -> Tensor:
+    """[A, n, V]: row i attends to tokens 0 .. context + i, or the last `window` of them. fp32 softmax."""
     n, C = q_AnQ.shape[1], k_ACQ.shape[1]
     scores_AnC = (q_AnQ @ k_ACQ.transpose(1, 2)).float() * scale
-    ahead_nC = torch.ones(n, C, dtype=torch.bool, device=q_AnQ.device).triu(context + 1)
-    return scores_AnC.masked_fill(ahead_nC, float("-inf")).softmax(-1).to(v_ACV.dtype) @ v_ACV
+    every_nC = torch.ones(n, C, dtype=torch.bool, device=q_AnQ.device)
+    hidden_nC = every_nC.triu(context + 1)
+    if window:
+        hidden_nC |= every_nC.tril(context - window)
+    probs_AnC = softmax_with_sinks(scores_AnC.masked_fill(hidden_nC, float("-inf")), sinks_A)
+    return probs_AnC.to(v_ACV.dtype) @ v_ACV

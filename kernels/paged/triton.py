@@ -26,7 +26,7 @@ from moe_runtime.kernels.paged.reference import Segment
 
 QUERY_TILE = 128  # rows of a segment that one program attends
 TILE_FIELDS = 5
-MAX_ROWS = 2**31 - 1
+LOG2_E = tl.constexpr(1.4426950408889634)  # the kernels' exponentials have base 2
 
 
 @dataclass(frozen=True, slots=True)
