@@ -9,9 +9,10 @@ Rows grouped by slot, as a dispatch delivers them, through 32 gated MLPs of 512 
     grouped   torch.nn.functional.grouped_mm on all slots at once, gate and up in one product
     loop      slot after slot with torch.nn.functional.linear, empty slots skipped
     dense     no experts: one product of as many operations that reads as many weights once, the rows of
-              the mean slot times the weights of all slots in use. What no experts can undercut by much.
+              the mean slot times the weights of all slots in use, plain (torch.nn.functional.linear)
+    packed    the same by kernels/linear/cpu.py on packed weights: what no experts can undercut by much
 
-All four take turns, call by call; a time is the median over the calls, a ratio the median of the ratios
+All take turns, call by call; a time is the median over the calls, a ratio the median of the ratios
 within a turn, so that what slows the machine for a while slows both. `ours_to_better` is the larger of the
 ratios to grouped and loop. Output: a JSON line per number of tokens.
 """
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moe_runtime.kernels.experts import cpu, reference
+from moe_runtime.kernels.linear.cpu import linear
 from moe_runtime.kernels.pack.cpu import pack
 from moe_runtime.kernels.permute.cpu import permute
 from moe_runtime.report.machine import read_commit, read_machine
@@ -85,7 +87,11 @@ def dense(rows: Rows, weights: Weights) -> Tensor:
     return F.linear(rows.x_NH, weights[0])
 
 
-WAYS: tuple[Way, ...] = (ours, grouped, loop, dense)
+def packed(rows: Rows, weights: Weights) -> Tensor:
+    return linear(rows.x_NH, weights[0])
+
+
+WAYS: tuple[Way, ...] = (ours, grouped, loop, dense, packed)
 
 
 class Setting:
@@ -114,6 +120,7 @@ class Setting:
                 (gate_up.clone(), down.clone()),
                 (gate_up.clone(), down.clone()),
                 (torch.randn(used * 3 * INTER, HIDDEN, generator=rng), down),
+                (pack(torch.randn(used * 3 * INTER, HIDDEN, generator=rng)), down),
             )
             for _ in range(LAYERS)
         ]
@@ -125,11 +132,11 @@ class Setting:
         """Seconds of each way, one after another."""
         seconds = []
         for way, weights in zip(WAYS, self.layers[number % LAYERS], strict=True):
-            rows = self.dense_rows if way is dense else self.rows
+            rows = self.dense_rows if way in (dense, packed) else self.rows
             began = time.perf_counter()
             way(rows, weights)
             seconds.append(time.perf_counter() - began)
-        seconds[-1] *= self.dense_share
+        seconds[3:] = (self.dense_share * t for t in seconds[3:])
         return seconds
 
 
