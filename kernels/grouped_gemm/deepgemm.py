@@ -87,7 +87,10 @@ class DeepGemm:
             assert run is not None
             if zero_gaps:
                 y_NO.zero_()  # whole blocks of gap rows are not computed
-            run(rows, weight, y, _layout(starts_s, counts_s, N))
+            layout_N = _layout(starts_s, counts_s, N)
+            run(rows, weight, y, layout_N)
+            if row_weights_N is not None:  # those of gap rows may be anything
+                row_weights_N = torch.where(layout_N < 0, 0.0, row_weights_N)
         return y_NO if row_weights_N is None else (y_NO.float() * row_weights_N[:, None]).bfloat16()
 
     def _scales(self, scales: Tensor) -> Tensor:
