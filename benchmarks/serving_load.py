@@ -1,0 +1,354 @@
+#!/usr/bin/env python3
+"""A server of two ranks under load, asked over HTTP: shedding, stalls by long prompts, the prefix cache.
+
+    python benchmarks/serving_load.py CHECKPOINT --trace T.jsonl --out load.jsonl [--seconds 30] [--check]
+
+The server is `moe-runtime serve`, the client `frontend.http_replay` in this process: on a host with few
+cores they compete. A line per measurement, then one per figure with what it is compared with.
+
+figure   what                                                                               to reach
+goodput  requests/s that meet both objectives, open loop at 4x the capacity over that at 1x  >= 0.9
+stall    p99 / p50 of the gaps between tokens of 8 streams while long prompts arrive        <= 2.5
+prefix   prompt tokens/s with the prefix cache over that without, requests of the trace      >= 1.3
+         that share a prefix with an earlier one, one output token each
+
+Capacity is what a closed loop of 2 x `max_sequences` clients per rank finishes. Objectives: a time per
+token of 2x what 8 streams alone take, and the TTFT that is given. Arrivals follow the trace's times,
+stretched to the rate; times of the trace that stand for seconds at once are spread evenly.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import yaml
+
+from moe_runtime.frontend.http_client import HttpFailure, Server, request
+from moe_runtime.frontend.http_replay import Instances, replay_http
+from moe_runtime.frontend.prompts import trace_prompts, usable_ids
+from moe_runtime.frontend.replay import Arrival
+from moe_runtime.frontend.trace import TraceRequest, read_trace
+from moe_runtime.models.families.registry import read_spec
+from moe_runtime.report.latency import finished, tpot, ttft
+from moe_runtime.report.machine import read_commit, read_machine
+from moe_runtime.report.records import RequestRecord
+from moe_runtime.spec.requests import SamplingParams
+
+PORT = 18431
+SEQUENCES = 8
+LOADS = (0.5, 1.0, 2.0, 4.0)
+STREAMS = 8
+LONG_PROMPT, LONG_PROMPTS = 1024, 6
+READY_SECONDS = 180
+NAMES = Instances(prefill="unified-0", decode="unified-0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What all phases have in common. `requests` are those of the trace, scaled, with their prompts."""
+
+    checkpoint: Path
+    folder: Path
+    out: IO[str]
+    seconds: float
+    ttft_ms: float
+    requests: Sequence[TraceRequest]
+    prompts: Sequence[list[int]]
+
+    def write(self, kind: str, **fields: Any) -> None:
+        line = {"kind": kind, **fields}
+        for stream in (self.out, sys.stdout):
+            stream.write(json.dumps(line) + "\n")
+            stream.flush()
+
+    @contextmanager
+    def server(self, *, tpot_ms: float, prefix_cache: bool = True) -> Iterator[Server]:
+        """A server with these objectives, ready."""
+        plan = {
+            "model": {"path": str(self.checkpoint), "dtype": "float32"},
+            "deployments": {
+                "unified": {
+                    "expert_parallel": 2,
+                    "scheduler": {"max_sequences": SEQUENCES, "chunk_budget": "tpot"},
+                    "kv_cache": {"blocks": 2048, "prefix_cache": prefix_cache},
+                }
+            },
+            "server": {"port": PORT},
+            "slo": {"ttft_ms": self.ttft_ms, "tpot_ms": tpot_ms},
+        }
+        path = self.folder / "plan.yaml"
+        path.write_text(yaml.safe_dump(plan))
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (self.folder / "server.log").open("a") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "moe_runtime", "serve", str(path)], env=env, stdout=log, stderr=log
+            )
+            try:
+                server = Server.of(f"http://127.0.0.1:{PORT}")
+                asyncio.run(_ready(server, process))
+                yield server
+            finally:
+                process.terminate()
+                process.wait(60)
+
+    def arrivals(self, rate: float, seconds: float) -> list[Arrival]:
+        """Requests of the trace at its own times, so stretched that `rate` come per second."""
+        count = min(len(self.requests), max(8, round(rate * seconds)))
+        at = spread([r.arrival for r in self.requests[:count]])
+        stretch = count / rate / max(at[-1], 1e-9)
+        return [self.arrival(i, at[i] * stretch) for i in range(count)]
+
+    def arrival(self, i: int, at: float, output: int | None = None) -> Arrival:
+        """Request i of the trace, at another time; `output` tokens instead of its own."""
+        tokens = self.requests[i].output_length if output is None else output
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        return Arrival(index=i, at=at, prompt=self.prompts[i], sampling=params)
+
+
+async def _ready(server: Server, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError("the server ended; see server.log")
+        try:
+            async with request(server, "GET", "/ready") as answer:
+                if answer.status == 200:
+                    return
+        except HttpFailure:
+            pass
+        await asyncio.sleep(0.2)
+    raise RuntimeError(f"the server was not ready after {READY_SECONDS} s")
+
+
+def spread(times: Sequence[float]) -> list[float]:
+    """Equal times spread evenly until the next other one: traces are often rounded to seconds."""
+    values, first, counts = np.unique(np.asarray(times), return_index=True, return_counts=True)
+    gaps = np.append(np.diff(values), np.diff(values).mean() if len(values) > 1 else 1.0)
+    out = np.empty(len(times))
+    for value, start, count, gap in zip(values, first, counts, gaps, strict=True):
+        out[start : start + count] = value + gap * np.arange(count) / count
+    return out.tolist()
+
+
+def sharing(requests: Sequence[TraceRequest]) -> list[int]:
+    """Indices of the requests that begin with at least half of the blocks of an earlier or later one."""
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for i, r in enumerate(requests):
+        if len(r.hash_ids) > 1:
+            holders.setdefault(r.hash_ids[: max(2, len(r.hash_ids) // 2)], []).append(i)
+            holders.setdefault(r.hash_ids, []).append(i)
+    return sorted({i for group in holders.values() if len(set(group)) > 1 for i in group})
+
+
+def replay(server: Server, arrivals: Sequence[Arrival], model: str) -> list[RequestRecord]:
+    return asyncio.run(replay_http(server, arrivals, model=model, instances=NAMES))
+
+
+def closed_loop(
+    bench: Bench, server: Server, indices: Sequence[int], *, clients: int, seconds: float, output: int | None
+) -> tuple[list[RequestRecord], float]:
+    """So many clients, each of which sends the next request when it has its answer; (records, seconds)."""
+    model, records, pending = bench.checkpoint.name, [], iter(indices)
+
+    async def client(end: float) -> None:
+        for i in pending:
+            records.extend(
+                await replay_http(server, [bench.arrival(i, 0.0, output)], model=model, instances=NAMES)
+            )
+            if time.monotonic() > end:
+                return
+
+    async def all_clients() -> float:
+        start = time.monotonic()
+        await asyncio.gather(*(client(start + seconds) for _ in range(clients)))
+        return time.monotonic() - start
+
+    taken = asyncio.run(all_clients())
+    return records, taken
+
+
+def good(records: Sequence[RequestRecord], ttft_ms: float, tpot_ms: float) -> int:
+    """Requests that finished and met both objectives."""
+    return sum(
+        finished(r) and ttft(r) * 1e3 <= ttft_ms and (tpot(r) or 0.0) * 1e3 <= tpot_ms for r in records
+    )
+
+
+def gaps_ms(records: Sequence[RequestRecord]) -> np.ndarray:
+    """Gaps between consecutive tokens of finished requests."""
+    found = [np.diff(np.asarray(r.token_times)) for r in records if finished(r)]
+    return 1e3 * np.concatenate(found) if found else np.zeros(0)
+
+
+def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {f"p{p}": round(float(np.percentile(values, p)), 2) for p in (50, 90, 99)}
+
+
+def streams(bench: Bench, length: int) -> list[Arrival]:
+    """Streams of short prompts that decode for long."""
+    params = SamplingParams(max_tokens=length, ignore_eos=True)
+    return [Arrival(index=i, at=0.0, prompt=[40 + i] * 8, sampling=params) for i in range(STREAMS)]
+
+
+def measure_step(bench: Bench) -> float:
+    """Milliseconds between tokens of 8 streams with nothing else to do."""
+    with bench.server(tpot_ms=1e6) as server:
+        replay(server, streams(bench, 8), bench.checkpoint.name)
+        records = replay(server, streams(bench, 64), bench.checkpoint.name)
+    alone = percentiles(gaps_ms(records))
+    bench.write("decode_alone", streams=STREAMS, itl_ms=alone)
+    return alone["p50"]
+
+
+def measure_stall(bench: Bench, tpot_ms: float) -> float:
+    """p99 / p50 of the streams' gaps while prompts of about `LONG_PROMPT` tokens arrive one by one."""
+    length = min(400, max(64, round(bench.seconds * 1e3 / tpot_ms)))
+    every = length * tpot_ms / 1e3 / (LONG_PROMPTS + 1)
+    longest = sorted(range(len(bench.prompts)), key=lambda i: abs(len(bench.prompts[i]) - LONG_PROMPT))
+    longest = longest[:LONG_PROMPTS]
+    with bench.server(tpot_ms=tpot_ms) as server:
+        warm = [bench.arrival(i, 0.0, 1) for i in range(4)]
+        replay(server, [*warm, *streams(bench, 32)], bench.checkpoint.name)
+        late = [bench.arrival(i, every * (n + 0.5), 1) for n, i in enumerate(longest)]
+        records = replay(server, [*streams(bench, length), *late], bench.checkpoint.name)
+    own = [r for r in records[:STREAMS] if finished(r)]
+    itl = percentiles(gaps_ms(own))
+    prompts = [len(bench.prompts[i]) for i in longest]
+    answered = [r for r in records[STREAMS:] if finished(r)]
+    bench.write(
+        "stall",
+        itl_ms=itl,
+        streams=len(own),
+        long_prompts=prompts,
+        ttft_ms=percentiles([ttft(r) * 1e3 for r in answered]),
+    )
+    return itl["p99"] / itl["p50"]
+
+
+def measure_loads(bench: Bench, tpot_ms: float) -> float:
+    """Goodput at 4x the capacity over that at 1x."""
+    found: dict[float, float] = {}
+    clients = 2 * 2 * SEQUENCES
+    with bench.server(tpot_ms=tpot_ms) as server:
+        records, taken = closed_loop(
+            bench, server, range(len(bench.requests)), clients=clients, seconds=bench.seconds, output=None
+        )
+        capacity = sum(map(finished, records)) / taken
+        bench.write("capacity", requests_per_second=round(capacity, 3), clients=clients)
+        for load in LOADS:
+            arrivals = bench.arrivals(load * capacity, bench.seconds)
+            # Prompts that no earlier phase has left in the cache.
+            shift = [replace(a, prompt=[40 + round(10 * load), *a.prompt[1:]]) for a in arrivals]
+            records = replay(server, shift, bench.checkpoint.name)
+            offered = len(arrivals) / max(a.at for a in arrivals)
+            span = max(a.at for a in arrivals)
+            found[load] = good(records, bench.ttft_ms, tpot_ms) / span
+            done = [r for r in records if finished(r)]
+            refused = sum("HTTP 429" in (r.error or "") for r in records)
+            bench.write(
+                "load",
+                load=load,
+                offered_per_second=round(offered, 3),
+                requests=len(records),
+                finished=len(done),
+                refused=refused,
+                failed=len(records) - len(done) - refused,
+                goodput_per_second=round(found[load], 3),
+                ttft_ms=percentiles([ttft(r) * 1e3 for r in done]),
+                tpot_ms=percentiles([t * 1e3 for r in done if (t := tpot(r)) is not None]),
+            )
+    return found[4.0] / found[1.0]
+
+
+def measure_prefix(bench: Bench) -> float:
+    """Prompt tokens per second with the prefix cache over that without."""
+    indices = sharing(bench.requests)
+    rates = {}
+    for cache in (False, True):
+        with bench.server(tpot_ms=1e6, prefix_cache=cache) as server:
+            closed_loop(bench, server, [0, 1], clients=2, seconds=0.0, output=1)
+            records, taken = closed_loop(
+                bench, server, indices, clients=SEQUENCES, seconds=bench.seconds, output=1
+            )
+        done = [r for r in records if finished(r)]
+        prompt, cached = sum(r.prompt_tokens for r in done), sum(r.cached_tokens for r in done)
+        rates[cache] = prompt / taken
+        bench.write(
+            "prefix",
+            cache=cache,
+            requests=len(done),
+            prompt_tokens=prompt,
+            cached_tokens=cached,
+            prompt_tokens_per_second=round(rates[cache], 1),
+        )
+    return rates[True] / rates[False]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--trace", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--scale-lengths", type=float, default=1 / 32)
+    parser.add_argument("--limit", type=int, default=1000, help="requests of the trace")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase")
+    parser.add_argument("--ttft-ms", type=float, default=4000.0, help="objective")
+    parser.add_argument("--only", choices=("loads", "stall", "prefix"))
+    parser.add_argument("--check", action="store_true", help="exit 1 if a figure is not reached")
+    o = parser.parse_args(argv)
+    requests = read_trace(o.trace, limit=o.limit, scale_lengths=o.scale_lengths)
+    model = read_spec(o.checkpoint, "float32")
+    ids = usable_ids(model.vocab_size, [*model.eos_token_ids])
+    room = min(model.max_positions, 2048 * 16)
+    requests = [r for r in requests if r.input_length + r.output_length <= room]
+    prompts = trace_prompts(requests, ids=ids, encode=lambda text: [], max_tokens=room)
+    failed = []
+    with tempfile.TemporaryDirectory() as folder, o.out.open("w") as out:
+        bench = Bench(
+            checkpoint=o.checkpoint.resolve(),
+            folder=Path(folder),
+            out=out,
+            seconds=o.seconds,
+            ttft_ms=o.ttft_ms,
+            requests=requests,
+            prompts=prompts,
+        )
+        machine = read_machine(hardware="cpu-host", device="cpu")
+        bench.write(
+            "run", commit=read_commit(), cpu=machine.cpu_model, cores=machine.cores, seconds=o.seconds
+        )
+        tpot_ms = 2 * measure_step(bench) if o.only != "prefix" else 0.0
+        figures = {
+            "goodput": (lambda: measure_loads(bench, tpot_ms), 0.9, "least", "loads"),
+            "stall": (lambda: measure_stall(bench, tpot_ms), 2.5, "most", "stall"),
+            "prefix": (lambda: measure_prefix(bench), 1.3, "least", "prefix"),
+        }
+        for name, (measure, target, bound, phase) in figures.items():
+            if o.only not in (None, phase):
+                continue
+            value = measure()
+            reached = value >= target if bound == "least" else value <= target
+            bench.write(
+                "figure", name=name, value=round(value, 3), target=target, bound=bound, reached=reached
+            )
+            failed += [] if reached else [name]
+    return 1 if failed and o.check else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
