@@ -7,6 +7,7 @@ the second micro-batch stays behind the first.
 """
 
 from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
@@ -31,8 +32,37 @@ class Where(Protocol):
     def at(self, micro_batch: int, layer: int) -> None: ...
 
 
+class Lanes(Protocol):
+    """Where the stages of the micro-batches run side by side, on a device that can (`two_streams`)."""
+
+    def both(self) -> AbstractContextManager[None]:
+        """Around all stages: what came before is done before them, what comes after waits for them."""
+        ...
+
+    def stage(self, micro_batch: int) -> AbstractContextManager[None]:
+        """Around the next stage of a micro-batch."""
+        ...
+
+
+class OneLane:
+    """One stage after the other, in the order in which they are issued."""
+
+    def both(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def stage(self, micro_batch: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+ONE_LANE = OneLane()
+
+
 def run(
-    batches: Sequence[tuple[Tensor, StepContext]], layers: Sequence[Layer], *, offset: int = 0
+    batches: Sequence[tuple[Tensor, StepContext]],
+    layers: Sequence[Layer],
+    *,
+    offset: int = 0,
+    lanes: Lanes = ONE_LANE,
 ) -> list[Tensor]:
     """COLLECTIVE: hidden states after all layers, one per micro-batch.
 
@@ -40,11 +70,12 @@ def run(
     """
     results: dict[int, Tensor] = {}
     stages = [_stages(index, x_TH, step, layers) for index, (x_TH, step) in enumerate(batches)]
-    for _ in range(offset if len(stages) > 1 else 0):
-        _advance(stages, 0, results)
-    while len(results) < len(stages):
-        for index in range(len(stages)):
-            _advance(stages, index, results)
+    with lanes.both():
+        for _ in range(offset if len(stages) > 1 else 0):
+            _advance(stages, 0, results, lanes)
+        while len(results) < len(stages):
+            for index in range(len(stages)):
+                _advance(stages, index, results, lanes)
     return [results[index] for index in range(len(stages))]
 
 
@@ -67,10 +98,13 @@ def _stages(
     return x_TH
 
 
-def _advance(stages: list[Generator[None, None, Tensor]], index: int, results: dict[int, Tensor]) -> None:
+def _advance(
+    stages: list[Generator[None, None, Tensor]], index: int, results: dict[int, Tensor], lanes: Lanes
+) -> None:
     if index in results:
         return
-    try:
-        next(stages[index])
-    except StopIteration as done:
-        results[index] = done.value
+    with lanes.stage(index):
+        try:
+            next(stages[index])
+        except StopIteration as done:
+            results[index] = done.value

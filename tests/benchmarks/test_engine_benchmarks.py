@@ -28,7 +28,7 @@ def load(name: str) -> ModuleType:
 @pytest.mark.multiproc
 def test_agreement_of_three_nodes():
     arguments = ["--nodes", "3", "--ranks", "2", "--steps", "30", "--pause-ms", "1"]
-    command = [sys.executable, BENCHMARKS / "agreement.py", *arguments]
+    command = [sys.executable, str(BENCHMARKS / "agreement.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)

@@ -1,0 +1,82 @@
+"""A single prompt cut inside: the second part reads the KV that the first writes in the same step."""
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.checkpoint.make import make_checkpoint
+from moe_runtime.engine import device_step, split
+from moe_runtime.engine.agree import StepDecision, StepKind
+from moe_runtime.engine.device_step import NO_SAMPLES, Samples
+from moe_runtime.models.context import NoClock
+from moe_runtime.models.decoder import Decoder
+from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.scheduler.sequences import make_sequence
+from moe_runtime.scheduler.step_inputs import StepInputs
+from moe_runtime.spec.requests import Request, SamplingParams
+from tests.models.decoder_harness import load_decoder
+
+BLOCKS, BLOCK_TOKENS, PROMPT = 8, 4, 9
+DECISION = StepDecision(kind=StepKind.FORWARD, rounds=1, round_tokens=PROMPT)
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory) -> Decoder:
+    folder = tmp_path_factory.mktemp("cut") / "tiny"
+    make_checkpoint(folder, family="deepseek_v3", size="tiny")
+    return load_decoder(folder)
+
+
+def prompt_inputs(seed: int) -> StepInputs:
+    """The prefill of one prompt of nine tokens, which samples a token at its end."""
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_batch_tokens=64,
+            max_sequences=2,
+            chunk_tokens=64,
+            block_tokens=BLOCK_TOKENS,
+            num_blocks=BLOCKS,
+            max_positions=64,
+        )
+    )
+    prompt = np.random.default_rng(seed).integers(8, 500, PROMPT).tolist()
+    scheduler.add(make_sequence(Request(id=0, prompt=prompt, sampling=SamplingParams()), ()))
+    scheduler.propose()
+    return scheduler.build(64, 64).inputs
+
+
+@torch.inference_mode()
+def run(decoder: Decoder, parts: list[StepInputs]) -> tuple[Samples, list[torch.Tensor]]:
+    """Samples and cache of a step, whose cache holds NaN where nothing was written."""
+    spec = decoder.spec
+    shape = (BLOCKS, BLOCK_TOKENS, spec.attention.kv_entry)
+    cache = [torch.full(shape, torch.nan) for _ in range(spec.num_layers)]
+    pairs = [
+        (
+            part,
+            device_step.make_context(
+                part,
+                DECISION,
+                previous=NO_SAMPLES,
+                kv_cache=cache,
+                block_tokens=BLOCK_TOKENS,
+                clock=NoClock(),
+            ),
+        )
+        for part in parts
+    ]
+    return device_step.run(decoder, pairs, decode_only=False), cache
+
+
+@pytest.mark.parametrize("at", range(1, PROMPT))
+@pytest.mark.parametrize("seed", range(3))
+def test_a_prompt_of_nine_tokens_may_be_cut_anywhere(decoder, at, seed):
+    whole = prompt_inputs(seed)
+    assert whole.num_tokens == PROMPT
+    expected, cache = run(decoder, [whole])
+    cut, cut_cache = run(decoder, [split.cut(whole, 0, at), split.cut(whole, at, PROMPT)])
+    assert expected.tokens_N.tolist() == cut.tokens_N.tolist()
+    assert len(cut.tokens_N) == 1
+    for one, other in zip(cache, cut_cache, strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
+        assert (one - other).nan_to_num().abs().max() < 1e-5
