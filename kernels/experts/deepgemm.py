@@ -8,8 +8,10 @@ from functools import partial
 
 from torch import Tensor
 
+from moe_runtime.kernels.aot.case import SM_100
 from moe_runtime.kernels.experts.steps import Steps, run
 from moe_runtime.kernels.grouped_gemm import deepgemm
+from moe_runtime.kernels.grouped_gemm.chip import chip_of
 from moe_runtime.kernels.grouped_gemm.formats import Weight
 from moe_runtime.kernels.quantize_fp8_block.triton import quantize_fp8_block
 from moe_runtime.kernels.silu_mul.triton import silu_mul
@@ -38,12 +40,15 @@ class Experts:
         """As the reference, in bf16. LOCAL; the host does not wait.
 
         Grouped rows: every group starts at a multiple of the library's alignment, gap rows are zero.
+        On sm_100, where the library takes scales that are powers of two, rows are quantised so, and
+        the scales of weights and of rows that come quantised have to be.
         """
+        power_of_two = chip_of(x_NH).target is SM_100
         steps = Steps(
             grouped_gemm=partial(self.library.grouped_gemm, masked=masked),
             silu_mul=silu_mul,
-            silu_mul_quantize=silu_mul_quantize,
-            quantize_fp8_block=quantize_fp8_block,
+            silu_mul_quantize=partial(silu_mul_quantize, power_of_two=power_of_two),
+            quantize_fp8_block=partial(quantize_fp8_block, power_of_two=power_of_two),
         )
         return run(
             steps,

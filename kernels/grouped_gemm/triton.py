@@ -327,6 +327,7 @@ def grouped_gemm_tiled(
         **constants(form, tile, K, descriptors=descriptors, gaps=zero_gaps, slots=s),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        enable_fp_fusion=True,
     )
     return y_NO
 
