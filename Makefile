@@ -6,12 +6,13 @@ SETUP := $(VENV)/.installed
 CHECKPOINT := checkpoints/small-deepseek-v3
 RUN := $(BIN)/moe-runtime
 
-.PHONY: help setup demo test soak check bench clean
+.PHONY: help setup demo test soak check aot bench clean
 
 help:
 	@echo "make demo    a small checkpoint, a prefill EP 2 / decode EP 4 plan, a trace replayed, a report"
 	@echo "make test    the test suite (15 minutes at most on 2 cores)"
 	@echo "make check   format, lint, types, layering"
+	@echo "make aot     compile every Triton kernel for sm_90, sm_100 and gfx942, without any of them"
 	@echo "make soak    full grids and long repetitions"
 	@echo "make bench   speed against transformers on the same checkpoint"
 
@@ -39,6 +40,9 @@ soak: $(SETUP)
 
 check: $(SETUP)
 	scripts/check
+
+aot: $(SETUP)
+	$(BIN)/python -m moe_runtime.kernels.aot $(AOT_ARGS)
 
 bench: $(SETUP) $(CHECKPOINT)
 	$(BIN)/python benchmarks/speed.py $(CHECKPOINT)

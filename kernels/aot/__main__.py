@@ -8,6 +8,8 @@ import os
 import sys
 import tempfile
 
+from moe_runtime.kernels import roofline
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.kernels.aot", description=__doc__)
@@ -15,7 +17,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--target", action="append", help="only this chip: sm_90, sm_100, gfx942")
     parser.add_argument("--subset", action="store_true", help="only the representative cases")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
+    parser.add_argument(
+        "--roofline", action="store_true", help="print the least times instead; compile nothing"
+    )
     options = parser.parse_args(arguments)
+    if options.roofline:
+        print("\n".join(roofline.lines()))
+        return 0
     # Before triton is imported, here and in the processes that compile.
     os.environ.pop("TRITON_INTERPRET", None)
     os.environ.update(TRITON_ALWAYS_COMPILE="1", TRITON_DEFAULT_FP_FUSION="1")
@@ -34,14 +42,13 @@ def _compile(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
     targets = [t for t in TARGETS if not options.target or t.name in options.target]
     if not targets:
         parser.error(f"--target: one of {', '.join(t.name for t in TARGETS)}")
-    out = sys.stdout
-    print(" | ".join(table.HEADER), file=out, flush=True)
+    print(" | ".join(table.HEADER), flush=True)
     bad = total = 0
     for row in table.compile_all(names, targets, subset=options.subset, jobs=options.jobs):
-        print(" | ".join(table.cells(row)), file=out, flush=True)
+        print(" | ".join(table.cells(row)), flush=True)
         total += 1
         bad += bool(row.problems)
-    print(f"{total} cases, {bad} with problems", file=out)
+    print(f"{total} cases, {bad} with problems")
     return 1 if bad else 0
 
 

@@ -49,7 +49,7 @@ HEADER = (
 
 
 def operations() -> tuple[str, ...]:
-    """Operations with a Triton kernel, in order of name."""
+    """Operations with a Triton kernel, in order of name; a folder inside one belongs to it."""
     folder = Path(__file__).parent.parent
     return tuple(sorted(path.parent.name for path in folder.glob("*/triton.py")))
 

@@ -105,7 +105,6 @@ def mla_assemble(
 
 def aot_cases(target: Target) -> Iterator[AotCase]:
     """The models with MLA, which share one latent size."""
-    del target
     sizes = {(m.latent_rank, m.rope_dim, heads_per_program(m.heads)) for m in shapes.MODELS if m.latent_rank}
     strides = ("q_stride", "head_stride", "entries_stride", "table_stride", "cache_stride")
     for rank, width, heads in sorted(sizes):
@@ -137,5 +136,5 @@ def aot_cases(target: Target) -> Iterator[AotCase]:
             num_warps=1,
             fp_fusion=False,
             streams=True,
-            representative=True,
+            representative=target.name == "sm_100",
         )

@@ -114,5 +114,7 @@ def aot_cases(target: Target) -> Iterator[AotCase]:
                     num_warps=WARPS,
                     fp_fusion=False,
                     streams=True,
-                    representative=masked and not power_of_two and name != "clamped silu",
+                    representative=masked
+                    and not power_of_two
+                    and (target.name, name) in {("gfx942", "silu"), ("sm_90", "gpt-oss, interleaved")},
                 )

@@ -82,10 +82,8 @@ def _repair() -> None:
         return packed(wide(x), to.scalar)
 
     def binary(self: Any, a: Any, b: Any, op: Any) -> Any:
-        if a.dtype.scalar in narrow:
-            data = op(wide(a), wide(b))
-        else:
-            data = plain["binary_op"](self, a, b, op).data
+        simple = a.dtype.scalar not in narrow
+        data = plain["binary_op"](self, a, b, op).data if simple else op(wide(a), wide(b))
         # A comparison is of one bit: splatting it as one of its operands' type makes masks of integers.
         return handle(data, tl.int1) if data.dtype == np.bool_ else packed(data, a.dtype.scalar)
 
