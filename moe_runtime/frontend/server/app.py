@@ -61,7 +61,7 @@ def make_app(
         ("/tokenize", endpoints.tokenize, TokenizeRequest),
         ("/detokenize", endpoints.detokenize, DetokenizeRequest),
     ):
-        app.post(path, openapi_extra=describe(body), responses=ANSWERS)(handler)
+        app.post(path, openapi_extra=describe(body, model.name), responses=ANSWERS)(handler)
     app.get("/v1/models")(endpoints.models)
     app.get("/v1/models/{name:path}", responses=ANSWERS)(endpoints.model)
     app.get("/health", responses=ANSWERS)(endpoints.health)

@@ -37,10 +37,14 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def describe(model: type[BaseModel]) -> dict[str, Any]:
-    """The `requestBody` of an endpoint that parses a model out of its body; references are written out."""
-    schema = model.model_json_schema()
+def describe(body: type[BaseModel], model_name: str) -> dict[str, Any]:
+    """The `requestBody` of an endpoint that parses `body`; references are written out.
+
+    `model_name` is the one value that the field `model` may have.
+    """
+    schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
+    schema["properties"]["model"] = {"type": "string", "enum": [model_name]}
     resolved = _resolved(schema, definitions)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved}}}}
 
