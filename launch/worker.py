@@ -234,6 +234,7 @@ def assemble(
             dispatch_max_tokens=deployment.dispatch.max_tokens,
             dispatch_mode=deployment.dispatch.mode,
             micro_batches=deployment.overlap.micro_batches,
+            prefill_delay_steps=s.prefill_delay_steps,
         ),
         meter=loaded.buffer.meter,
         clock=clock,

@@ -5,7 +5,7 @@ size; `agree` is a function of the proposals alone, so nothing that changes whic
 run, or with what sizes, may come from anywhere else. R ranks.
 
 Vector: version | flags | decode tokens | prefill tokens | in flight | placement epoch |
-        membership epoch | overlap gain | chunk tokens | membership bits, ceil(R / 64) words
+        membership epoch | overlap gain | chunk tokens | held steps | membership bits, ceil(R / 64) words
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from moe_runtime.spec.limits import DispatchMode
 
-VERSION = 2
-FIXED_WORDS = 9
+VERSION = 3
+FIXED_WORDS = 10
 _STOP = 1
 _WORD = (1 << 64) - 1
 
@@ -40,6 +40,7 @@ class StepProposal:
     overlap_gain    microseconds this rank expects to save with two micro-batches; may be negative
     chunk_tokens    prefill rows after which a step would take too long, as far as this rank can tell;
                     None: no opinion
+    held_steps      steps in a row for which prefill has been held back; the same on every rank
     """
 
     decode_tokens: int
@@ -51,6 +52,7 @@ class StepProposal:
     alive: tuple[bool, ...]
     overlap_gain: int = 0
     chunk_tokens: int | None = None
+    held_steps: int = 0
 
     def to_vector(self) -> NDArray[np.int64]:
         """int64 [vector_words(R)]."""
@@ -67,6 +69,7 @@ class StepProposal:
             self.membership_epoch,
             self.overlap_gain & _WORD,
             _WORD if self.chunk_tokens is None else self.chunk_tokens,
+            self.held_steps,
         ]
         return np.array([*head, *words], dtype=np.uint64).view(np.int64)
 
@@ -87,6 +90,7 @@ class StepProposal:
             alive=tuple(bool(words[r // 64] >> (r % 64) & 1) for r in range(num_ranks)),
             overlap_gain=v[7] - (1 << 64) if v[7] >> 63 else v[7],
             chunk_tokens=None if v[8] == _WORD else v[8],
+            held_steps=v[9],
         )
 
 
@@ -117,6 +121,7 @@ class AgreeLimits:
     """What `agree` needs of the plan; the same on every rank of an instance.
 
     dispatch_max_tokens  rows a rank sends in one dispatch round, whatever the mode
+    prefill_delay_steps  steps for which prefill may wait, while others decode, until every rank has some
     """
 
     max_batch_tokens: int
@@ -124,6 +129,7 @@ class AgreeLimits:
     dispatch_max_tokens: int
     dispatch_mode: DispatchMode | Literal["per_step"] = "normal"
     micro_batches: MicroBatches = 1
+    prefill_delay_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +138,7 @@ class StepDecision:
 
     token_level    a rank takes all its decode tokens, then prefill up to this many tokens
     chunk_tokens   and at most so many of prefill
+    held           prefill waits for ranks that have none, so that they prefill together
     decode_rows    of the rank that has most of them; `prefill_rows` likewise
     fill           rows of all ranks / (ranks x rows of the fullest): what lock-step makes of the step
     decode_only    no rank has prefill rows: decides the order of stages of two micro-batches
@@ -143,6 +150,7 @@ class StepDecision:
     kind: StepKind
     token_level: int = 0
     chunk_tokens: int = 0
+    held: bool = False
     decode_rows: int = 0
     prefill_rows: int = 0
     fill: float = 1.0
@@ -176,7 +184,12 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
         return StepDecision(kind=kind, placement_epoch=epoch, alive=alive)
 
     # Lock-step costs the slowest rank, so every rank may fill up to what the fullest one needs.
-    chunk = min([limits.chunk_tokens, *(p.chunk_tokens for p in proposals if p.chunk_tokens is not None)])
+    held = _hold(proposals, limits)
+    chunk = (
+        0
+        if held
+        else min([limits.chunk_tokens, *(p.chunk_tokens for p in proposals if p.chunk_tokens is not None)])
+    )
     most_decode = max(p.decode_tokens for p in proposals)
     level = min(limits.max_batch_tokens, most_decode + chunk)
     rows = [step_tokens(p, level, chunk) for p in proposals]
@@ -184,11 +197,12 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
     micro_batches, reason = _overlap(proposals, largest, limits)
     per_micro_batch = -(-largest // micro_batches)
     rounds = max(1, -(-per_micro_batch // limits.dispatch_max_tokens))
-    decode_only = not any(p.prefill_tokens for p in proposals)
+    decode_only = held or not any(p.prefill_tokens for p in proposals)
     return StepDecision(
         kind=StepKind.FORWARD,
         token_level=level,
         chunk_tokens=chunk,
+        held=held,
         decode_rows=most_decode,
         prefill_rows=max(r - p.decode_tokens for r, p in zip(rows, proposals, strict=True)),
         fill=sum(rows) / (len(rows) * largest) if largest else 1.0,
@@ -201,6 +215,13 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
         placement_epoch=epoch,
         alive=alive,
     )
+
+
+def _hold(proposals: Sequence[StepProposal], limits: AgreeLimits) -> bool:
+    """Prefill of some ranks makes the others' tokens wait for it: let it wait for more of it, for a while."""
+    ready = sum(p.prefill_tokens > 0 for p in proposals)
+    decoding = any(p.decode_tokens for p in proposals)
+    return 0 < ready < len(proposals) and decoding and proposals[0].held_steps < limits.prefill_delay_steps
 
 
 def _dispatch_mode(limits: AgreeLimits, *, fits: bool) -> DispatchMode:

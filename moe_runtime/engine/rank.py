@@ -47,6 +47,7 @@ class RankEngine:
     overlap: OverlapModel = field(default_factory=OverlapModel)
     budget: ChunkBudget | None = None
     step_number: int = 0
+    held_steps: int = 0
     _in_flight: deque[tuple[Scheduled, Samples]] = field(default_factory=deque)
     _previous: Samples = NO_SAMPLES
 
@@ -103,6 +104,7 @@ class RankEngine:
             placement_epoch=0,
             membership_epoch=0,
             alive=(True,) * self.desk.identity.num_ranks,
+            held_steps=self.held_steps,
             chunk_tokens=self.budget.rows(work.decode_tokens) if self.budget else None,
             overlap_gain=round(1e6 * self.overlap.gain(work.decode_tokens + work.prefill_tokens)),
         )
@@ -112,7 +114,9 @@ class RankEngine:
         vectors = self.exchange(self.step_number, proposal.to_vector())
         self.clock.enter("other")
         proposals = [StepProposal.from_vector(v, len(vectors)) for v in vectors]
-        return agree(proposals, self.limits)
+        decision = agree(proposals, self.limits)
+        self.held_steps = self.held_steps + 1 if decision.held else 0
+        return decision
 
     def _forward(self, decision: StepDecision) -> Scheduled:
         scheduled = self.scheduler.build(decision.token_level, decision.chunk_tokens)

@@ -51,6 +51,7 @@ class EffectiveScheduler:
     max_sequences: int
     chunk_tokens: int
     chunk_budget: Literal["fixed", "tpot"]
+    prefill_delay_steps: int
     pipeline_depth: int
 
 

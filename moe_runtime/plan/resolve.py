@@ -125,6 +125,7 @@ def _deployment(
             max_sequences=d.scheduler.max_sequences,
             chunk_tokens=d.scheduler.chunk_tokens,
             chunk_budget=d.scheduler.chunk_budget,
+            prefill_delay_steps=d.scheduler.prefill_delay_steps,
             pipeline_depth=settle(f"{at}.scheduler.pipeline_depth", d.scheduler.pipeline_depth, *depth),
         ),
         kv_cache=EffectiveKVCache(

@@ -55,13 +55,15 @@ class SchedulerSection(Section):
     """Per rank: rows of a step, sequences at once, prefill rows of a step, steps in flight.
 
     `chunk_budget`: `tpot` takes fewer prefill rows while somebody decodes, so that a step keeps to
-    slo.tpot_ms by the measured cost of a row.
+    slo.tpot_ms by the measured cost of a row. `prefill_delay_steps`: steps for which prefill may wait,
+    while others decode, until every rank of the instance has some.
     """
 
     max_batch_tokens: Tokens = 512
     max_sequences: Tokens = 32
     chunk_tokens: Tokens = 256
     chunk_budget: Literal["fixed", "tpot"] = "fixed"
+    prefill_delay_steps: Annotated[int, Ge(0), Le(1000)] = 0
     pipeline_depth: Auto | Annotated[int, Ge(0), Le(1)] = "auto"
 
 

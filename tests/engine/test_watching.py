@@ -1,9 +1,11 @@
 """What a rank tells those who follow it: statuses when due, and how each request began."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from moe_runtime.engine.agree import AgreeLimits, agree
+from moe_runtime.engine.agree import AgreeLimits, agree, step_tokens
 from moe_runtime.engine.messages import (
     ROWS_BUCKETS,
     Abort,
@@ -137,6 +139,28 @@ def test_a_tally_adds_up():
     assert tally.chunk_tokens == 16
 
 
+def test_prefill_of_some_ranks_waits_for_the_others_but_not_for_long():
+    limits = AgreeLimits(
+        max_batch_tokens=512, chunk_tokens=128, dispatch_max_tokens=256, prefill_delay_steps=3
+    )
+    some = [proposal(decode=4, prefill=300), proposal(decode=9), proposal(), proposal(prefill=5)]
+    taken, held = [], 0
+    for _ in range(8):
+        decision = agree([replace(p, held_steps=held) for p in some], limits)
+        assert decision.decode_only == decision.held
+        assert step_tokens(some[0], decision.token_level, decision.chunk_tokens) == (
+            4 if decision.held else 132
+        )
+        held = held + 1 if decision.held else 0
+        taken.append(decision.prefill_rows)
+    assert taken == [0, 0, 0, 128] * 2
+    together = [proposal(decode=4, prefill=300), *[proposal(prefill=5)] * 3]
+    assert not agree(together, limits).held, "every rank has some"
+    alone = [proposal(prefill=300), *[proposal()] * 3]
+    assert not agree(alone, limits).held, "nobody's token waits"
+    assert not agree(some, replace(limits, prefill_delay_steps=0)).held
+
+
 def test_ranks_take_the_smallest_chunk_that_any_of_them_can_afford():
     limits = AgreeLimits(max_batch_tokens=512, chunk_tokens=128, dispatch_max_tokens=256)
     offered = [proposal(decode=4, prefill=300), proposal(prefill=50), proposal(), proposal(decode=1)]
@@ -144,10 +168,7 @@ def test_ranks_take_the_smallest_chunk_that_any_of_them_can_afford():
     assert (free.chunk_tokens, free.token_level) == (128, 132)
     assert (free.decode_rows, free.prefill_rows) == (4, 128)
     assert free.fill == pytest.approx((132 + 50 + 0 + 1) / (4 * 132))
-    careful = [
-        p.__class__(**{f: getattr(p, f) for f in p.__slots__} | {"chunk_tokens": chunk})
-        for p, chunk in zip(offered, (40, None, 24, 500), strict=True)
-    ]
+    careful = [replace(p, chunk_tokens=chunk) for p, chunk in zip(offered, (40, None, 24, 500), strict=True)]
     again = [type(p).from_vector(p.to_vector(), 4) for p in careful]
     assert [p.chunk_tokens for p in again] == [40, None, 24, 500]
     bound = agree(again, limits)
