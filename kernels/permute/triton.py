@@ -146,7 +146,7 @@ def unpermute(y_NH: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 def block_size(columns: int, size: int) -> int:
     """Columns of `size` bytes per program: the row's, within bounds."""
-    return min(triton.next_power_of_2(columns), BYTES // size)
+    return min(int(triton.next_power_of_2(columns)), BYTES // size)
 
 
 def _words(x_NH: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def rope(x_TAD: Tensor, cos_sin_TD: Tensor, *, interleaved: bool) -> None:
 
 def heads_per_program(heads: int) -> int:
     """A power of two, so that a warp has at least a full load for each of its threads."""
-    return min(triton.next_power_of_2(heads), HEADS)
+    return min(int(triton.next_power_of_2(heads)), HEADS)
 
 
 def aot_cases(target: Target) -> Iterator[AotCase]:

@@ -36,8 +36,8 @@ def tables(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("choose", CHOOSERS.values(), ids=CHOOSERS)
 @pytest.mark.parametrize("tokens", ROWS)
 def test_both_modes_are_those_of_the_placement(tokens, choose):
-    start, slots, cumulative = csr = tables(tokens)
-    arrays = [t.numpy() for t in csr]
+    csr = tables(tokens)
+    start, slots, cumulative = (t.numpy() for t in csr)
     gen = generator(tokens)
     ids = torch.randint(-1, EXPERTS, (tokens, 3), generator=gen)
     ids[tokens // 2 :, 0] = 4  # one expert with many pairs
@@ -46,10 +46,13 @@ def test_both_modes_are_those_of_the_placement(tokens, choose):
     for offset in (0, 40_000):
         with poisoned():
             got = choose(ids, *csr, offset)
-        assert torch.equal(got, torch.from_numpy(choose_balanced(ids.numpy(), *arrays, offset)))
+        want = choose_balanced(ids.numpy(), start, slots, cumulative, offset)
+        assert torch.equal(got, torch.from_numpy(want))
     with poisoned():
         sticky = choose(ids, *csr, 0, mode="sticky", request_T=request, position_T=position)
-    want = choose_sticky(ids.numpy(), request.numpy().view(np.uint64), position.numpy(), *arrays)
+    want = choose_sticky(
+        ids.numpy(), request.numpy().view(np.uint64), position.numpy(), start, slots, cumulative
+    )
     assert torch.equal(sticky, torch.from_numpy(want))
 
 
