@@ -65,8 +65,9 @@ def test_a_rank_stopped_in_a_combine_ends_the_launch_within_the_deadline(tmp_pat
     assert done.code == 1
     check_survivors(done, "StepTimeout")
     assert f"not there after {DEADLINE:.1f} s" in done.err
-    # The deadline, a moment for all survivors to speak, the grace that the stopped one cannot use.
-    assert seconds < DEADLINE + 8
+    # The deadline, a moment for all survivors to speak, and the grace that the stopped one cannot use: 9 s
+    # where processes come and go quickly.
+    assert seconds < DEADLINE + 20
     assert left_running(tmp_path) == []
 
 

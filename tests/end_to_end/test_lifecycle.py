@@ -166,11 +166,11 @@ rank = os.environ.get("MOE_RUNTIME_RANK") or os.environ.get("OMPI_COMM_WORLD_RAN
 if rank == "1" and "moe_runtime" in " ".join(sys.orig_argv) and "MOE_RUNTIME_FRONTEND" not in os.environ:
     import moe_runtime.scheduler.scheduler as module
     whole, calls = module.Scheduler.build, []
-    def build(self, level):
-        calls.append(level)
+    def build(self, *arguments):
+        calls.append(arguments)
         if len(calls) == 3:
             raise ArithmeticError("injected failure")
-        return whole(self, level)
+        return whole(self, *arguments)
     module.Scheduler.build = build
 """
     )
