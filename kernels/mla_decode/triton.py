@@ -180,10 +180,10 @@ def mla_decode(
     if not D:
         return
     q_latent_DAR = q_DAQ.new_empty(D, A, rank)
-    _multiply_per_head(q_DAQ[..., :nope], w_uk, q_latent_DAR)
+    multiply_per_head(q_DAQ[..., :nope], w_uk, q_latent_DAR)
     latent_DAR = torch.empty_like(q_latent_DAR)
     attend_latent(q_latent_DAR, q_DAQ[..., nope:], cache_BSE, plan, scale, out_DAR=latent_DAR)
-    _multiply_per_head(latent_DAR, w_uv.transpose(1, 2), out_DX.view(D, A, -1))
+    multiply_per_head(latent_DAR, w_uv.transpose(1, 2), out_DX.view(D, A, -1))
 
 
 def attend_latent(
@@ -225,6 +225,7 @@ def attend_latent(
         **_constants(S, R, rope, packed, how),
         num_warps=how.warps,
         num_stages=how.stages,
+        enable_fp_fusion=True,
     )
     if splits > 1:
         join_splits(parts, logs, plan.context_D, split_tokens=SPLIT_TOKENS, window=0, out_DAV=out_DAR)
@@ -236,7 +237,8 @@ def _constants(S: int, rank: int, rope: int, packed: bool, how: Tile) -> dict[st
     return sizes | groups
 
 
-def _multiply_per_head(x_DAK: Tensor, w_AKN: Tensor, out_DAN: Tensor) -> None:
+def multiply_per_head(x_DAK: Tensor, w_AKN: Tensor, out_DAN: Tensor) -> None:
+    """out[d, a] = x[d, a] @ w[a]; any strides, but the last of x and out is 1, and one of w's last two."""
     (D, A, K), N = x_DAK.shape, w_AKN.shape[2]
     k_contiguous = w_AKN.stride(1) == 1
     how = _per_head_tile(x_DAK.itemsize)
@@ -257,6 +259,7 @@ def _multiply_per_head(x_DAK: Tensor, w_AKN: Tensor, out_DAN: Tensor) -> None:
         **how,
         num_warps=4,
         num_stages=_per_head_stages(K),
+        enable_fp_fusion=True,
     )
 
 

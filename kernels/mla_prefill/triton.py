@@ -107,6 +107,7 @@ def _launch_expand(cache_BSE: Tensor, blocks_N: Tensor, w_NR: Tensor, out_MAX: T
         N,
         **_expand_constants(cache_BSE.shape[1], R, cache_BSE.shape[2], packed),
         **how,
+        enable_fp_fusion=True,
     )
 
 
@@ -143,6 +144,7 @@ def _launch_attend(
         **tile_constants(how),
         num_warps=how.warps,
         num_stages=how.stages,
+        enable_fp_fusion=True,
     )
 
 
@@ -237,5 +239,5 @@ def _attend_case(model: shapes.ModelShape, target: Target, S: int, *, packed: bo
         num_stages=how.stages,
         matrix="bf16",
         streams=True,
-        representative=packed,
+        representative=packed and target is GFX_942,
     )

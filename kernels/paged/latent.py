@@ -62,7 +62,7 @@ def pack(entries_TE: Tensor, rank: int) -> Tensor:
     source_Tg = (latent_TgG.abs().amax(-1) * (1.0 / torch.finfo(kind).max)).clamp_min(SMALLEST_SCALE_SOURCE)
     mantissa, exponent = torch.frexp(source_Tg)
     scale_Tg = torch.ldexp(torch.ones_like(source_Tg), exponent - (mantissa == 0.5).int())
-    quantised_TR = (latent_TgG / scale_Tg.unsqueeze(-1)).to(kind).view(T, -1)[:, :rank]
+    quantised_TR = (latent_TgG / scale_Tg.unsqueeze(-1)).to(kind).flatten(1)[:, :rank]
     rope = entries_TE[:, rank:].to(torch.bfloat16).contiguous()
     parts = (quantised_TR.contiguous(), scale_Tg.contiguous(), rope)
     return torch.cat([part.view(torch.uint8) for part in parts], 1)

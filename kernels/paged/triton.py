@@ -119,6 +119,7 @@ def join_splits(
         SPLIT=split_tokens,
         WINDOW=window,
         num_warps=_join_warps(V),
+        enable_fp_fusion=True,
     )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moe_runtime.kernels.paged import cpu as paged_cpu
+from moe_runtime.kernels.paged import latent
 from moe_runtime.kernels.registry import select
 from moe_runtime.models.context import PrefillSegment
 
@@ -141,3 +142,66 @@ def test_kv_write():
     assert cache[1, 1].tolist() == [1.0, 2.0]
     assert cache[0, 0].tolist() == [3.0, 4.0]
     assert cache.sum() == 10
+
+
+@pytest.mark.parametrize("device", ["cpu", "any"], indirect=True)
+@pytest.mark.parametrize("window", [0, 1, 6, 100])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_gqa_with_a_window_and_sinks(device, window, with_sinks):
+    lengths, chunks = [1, 9, 30, 29], [(0, 5), (21, 9)]
+    sinks = randn(HEADS, seed=5) if with_sinks else None
+    options = {"window": window, "sinks_A": sinks}
+
+    def want(q, entries, context):
+        k, v = entries.double().view(len(entries), 2, 2, 6).unbind(1)
+        scores = torch.einsum("naq,caq->anc", q.double(), k.repeat_interleave(2, 1)) * SCALE
+        behind = context + torch.arange(len(q))[:, None] - torch.arange(len(k))
+        hidden = (behind < 0) | ((behind >= window) if window else False)
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.double().exp()[:, None, None])
+        return torch.einsum("anc,cav->nav", weights / total, v.repeat_interleave(2, 1)).flatten(1)
+
+    cache, tables, entries = paged(lengths, 2 * 2 * 6)
+    plan = select("plan_decode", device)(
+        torch.tensor([t + [0] * (8 - len(t)) for t in tables]),
+        torch.tensor(lengths),
+        max_context=max(lengths),
+        block_tokens=S,
+    )
+    q, out = randn(4, HEADS, 6, seed=1), torch.full((4, HEADS * 6), torch.nan)
+    select("gqa_decode", device)(q, cache, plan, SCALE, out_DX=out, **options)
+    wanted = [want(q[i : i + 1], e, len(e) - 1) for i, e in enumerate(entries)]
+    torch.testing.assert_close(out, torch.cat(wanted).float(), **F32)
+
+    cache, tables, entries = paged([c + n for c, n in chunks], 2 * 2 * 6)
+    segments = [
+        PrefillSegment(start=s, stop=s + n, context=c, blocks=torch.tensor(t))
+        for s, (c, n), t in zip((0, 5), chunks, tables, strict=True)
+    ]
+    plan = select("plan_prefill", device)(segments, block_tokens=S)
+    q, out = randn(14, HEADS, 6, seed=1), torch.full((14, HEADS * 6), torch.nan)
+    select("gqa_prefill", device)(q, cache, plan, SCALE, out_TX=out, **options)
+    wanted = [want(q[s.start : s.stop], e, s.context) for s, e in zip(segments, entries, strict=True)]
+    torch.testing.assert_close(out, torch.cat(wanted).float(), **F32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "any"], indirect=True)
+def test_mla_over_a_packed_cache(device):
+    rank, rope, lengths = 16, 4, [1, 9, 30]
+    slots = [torch.arange(32 * i, 32 * i + n) for i, n in enumerate(lengths)]
+    cache = torch.full((24, S, latent.row_bytes(rank, rope)), 255, dtype=torch.uint8)
+    for i, at in enumerate(slots):
+        select("kv_write", device)(cache, at, randn(len(at), rank + rope, seed=i))
+    plain = latent.unpack(cache.flatten(0, 1), rank).view(24, S, -1)
+    q, kv_b = randn(3, HEADS, NOPE + rope, seed=8), randn(HEADS * (NOPE + V), rank, seed=9)
+    blocks = torch.arange(24).view(3, 8)
+    plan = select("plan_decode", device)(blocks, torch.tensor(lengths), max_context=30, block_tokens=S)
+    got, want = torch.empty(3, HEADS * V), torch.empty(3, HEADS * V)
+    for entries, out in ((cache, got), (plain, want)):
+        select("mla_decode", device)(q, entries, plan, kv_b, SCALE, out_DX=out)
+    assert torch.equal(got, want)
+    segment = PrefillSegment(start=0, stop=3, context=27, blocks=blocks[2])
+    plan = select("plan_prefill", device)([segment], block_tokens=S)
+    for entries, out in ((cache, got), (plain, want)):
+        select("mla_prefill", device)(q, entries, plan, kv_b, SCALE, out_TX=out)
+    assert torch.equal(got, want)

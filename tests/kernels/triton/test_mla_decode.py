@@ -1,0 +1,82 @@
+"""mla_decode under the interpreter against dense attention in float64, and bit for bit against itself."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.interpreter import interpreted
+from tests.kernels.triton.cases import ROWS, normal, poisoned, relative_error
+from tests.kernels.triton.paged import BLOCKS, Paged, dense, expanded, paged
+
+mla_decode = interpreted("mla_decode")
+plans = interpreted("paged")
+
+NOPE, ROPE, RANK, V = 16, 16, 64, 16
+SCALE = 0.2
+
+
+@pytest.fixture(autouse=True)
+def short_splits(monkeypatch):
+    monkeypatch.setattr(mla_decode, "SPLIT_TOKENS", 64)
+
+
+def queries(rows: int, heads: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries, a view with strides of its own, and kv_b_proj."""
+    wide = normal(rows, heads, NOPE + ROPE + 16, seed=1, dtype=dtype)
+    kv_b = normal(heads * (NOPE + V), RANK, seed=2) / RANK**0.5
+    return wide[..., : NOPE + ROPE], kv_b.to(dtype)
+
+
+def decode(cache: Paged, q_DAQ: Tensor, kv_b: Tensor, rows: list[int] | None = None) -> Tensor:
+    chosen = q_DAQ if rows is None else q_DAQ[rows]
+    out_DX = torch.full((len(chosen), q_DAQ.shape[1] * V), torch.nan, dtype=q_DAQ.dtype)
+    with poisoned():
+        mla_decode.mla_decode(chosen, cache.cache_BSE, cache.plan(plans, rows), kv_b, SCALE, out_DX=out_DX)
+    return out_DX
+
+
+def oracle(cache: Paged, q_DAQ: Tensor, kv_b: Tensor) -> Tensor:
+    heads, rows = q_DAQ.shape[1], []
+    for q_AQ, entries in zip(q_DAQ, cache.entries, strict=True):
+        k, v = expanded(entries, kv_b, NOPE, heads)
+        rows.append(dense(q_AQ[None], k, v, SCALE, context=len(entries) - 1).flatten(1))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "packed", "tolerance"),
+    [
+        (torch.float32, False, 1e-6),
+        (torch.bfloat16, False, 4e-3),
+        (torch.float32, True, 1e-6),  # what the cache holds is exact in either type
+        (torch.bfloat16, True, 4e-3),
+    ],
+)
+@pytest.mark.parametrize("block_tokens", BLOCKS)
+def test_all_contexts(dtype, packed, tolerance, block_tokens):
+    cache = paged(ROWS, RANK + ROPE, block_tokens, dtype, packed_rank=RANK * packed)
+    q_DAQ, kv_b = queries(len(ROWS), 4, dtype)
+    out_DX = decode(cache, q_DAQ, kv_b)
+    assert relative_error(out_DX, oracle(cache, q_DAQ, kv_b)) <= tolerance
+    assert not out_DX[ROWS.index(0)].any()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_row_does_not_depend_on_its_batch(packed):
+    cache = paged((129, 3, 65), RANK + ROPE, 16, torch.bfloat16, packed_rank=RANK * packed)
+    q_DAQ, kv_b = queries(3, 2, torch.bfloat16)
+    together = decode(cache, q_DAQ, kv_b)
+    for rows in ([0], [2, 1]):
+        assert torch.equal(decode(cache, q_DAQ, kv_b, rows), together[rows])
+
+
+def test_heads_that_do_not_fill_their_tiles():
+    cache = paged((40,), RANK + ROPE, 64, torch.bfloat16)
+    q_DAQ, kv_b = queries(1, 20, torch.bfloat16)
+    assert relative_error(decode(cache, q_DAQ, kv_b), oracle(cache, q_DAQ, kv_b)) <= 4e-3
+
+
+def test_no_rows():
+    cache = paged((16,), RANK + ROPE, 16, torch.float32)
+    q_DAQ, kv_b = queries(1, 4, torch.float32)
+    assert decode(cache, q_DAQ, kv_b, []).shape == (0, 4 * V)
