@@ -106,17 +106,24 @@ def test_masked_rows_are_left_alone_past_their_count():
 @pytest.mark.parametrize(("outputs", "inputs"), MATRICES)
 def test_fp8_blocks(outputs, inputs, tile, descriptors):
     starts, counts, rows = layout((9, 0, 18), 4)
-    dtype = torch.float8_e4m3fn if descriptors else torch.float8_e4m3fnuz  # as the chips have it
     weight = formats.encode_fp8(
         normal(3, outputs, inputs, seed=2) * normal(3, outputs, 1, seed=6).exp(), dtype
     )
-    x, scales = quantize_fp8_block(normal(rows, inputs, seed=3), dtype=dtype)
+    x, scales = quantize_fp8_block(normal(rows, inputs, seed=3))
     if tile.swap:
         scales = scales.contiguous()  # row by row, as some dispatch backends deliver them
     how: dict[str, Any] = {"tile": tile, "descriptors": descriptors, "x_scales_NB": scales}
     compare(x, weight, starts, counts, FP8, out_dtype=torch.float32, **how)
     if (outputs, inputs) == MATRICES[0]:
         compare(x, weight, starts, counts, BF16_OUT, row_weights_N=normal(rows, seed=5), **how)
+
+
+def test_fp8_as_gfx942_has_it():
+    starts, counts, rows = layout((9, 0, 18), 4)
+    weight = formats.encode_fp8(normal(3, 144, 256, seed=2), torch.float8_e4m3fnuz)
+    x, scales = quantize_fp8_block(normal(rows, 256, seed=3), dtype=torch.float8_e4m3fnuz)
+    how: dict[str, Any] = {"tile": ROWS_FIRST, "descriptors": False, "x_scales_NB": scales}
+    compare(x, weight, starts, counts, FP8, out_dtype=torch.float32, **how)
 
 
 def test_fp8_scale_of_each_row_of_the_weight():
