@@ -106,9 +106,7 @@ def test_masked_rows_are_left_alone_past_their_count():
 @pytest.mark.parametrize(("outputs", "inputs"), MATRICES)
 def test_fp8_blocks(outputs, inputs, tile, descriptors):
     starts, counts, rows = layout((9, 0, 18), 4)
-    weight = formats.encode_fp8(
-        normal(3, outputs, inputs, seed=2) * normal(3, outputs, 1, seed=6).exp(), dtype
-    )
+    weight = formats.encode_fp8(normal(3, outputs, inputs, seed=2) * normal(3, outputs, 1, seed=6).exp())
     x, scales = quantize_fp8_block(normal(rows, inputs, seed=3))
     if tile.swap:
         scales = scales.contiguous()  # row by row, as some dispatch backends deliver them
