@@ -45,12 +45,14 @@ class Work:
 
     def floor(self, chip: Chip) -> float:
         """Seconds."""
-        return max(self.bytes / chip.bandwidth, self.operations / getattr(chip, self.rate))
+        return max(self.bytes / chip.bandwidth, self._computing(chip))
 
     def bound(self, chip: Chip) -> str:
         """What the floor is set by."""
-        compute = self.operations / getattr(chip, self.rate)
-        return "compute" if compute > self.bytes / chip.bandwidth else "memory"
+        return "compute" if self._computing(chip) > self.bytes / chip.bandwidth else "memory"
+
+    def _computing(self, chip: Chip) -> float:
+        return self.operations / (chip.fp8 if self.rate == "fp8" else chip.bf16)
 
 
 def grouped_gemm(slots: int, rows_per_slot: float, outputs: int, inputs: int, weights: str) -> Work:

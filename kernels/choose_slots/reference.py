@@ -86,7 +86,8 @@ def _splitmix64(x_T: Tensor) -> Tensor:
     z_T = x_T + _signed(0x9E3779B97F4A7C15)
     z_T = (z_T ^ _shift(z_T, 30)) * _signed(0xBF58476D1CE4E5B9)
     z_T = (z_T ^ _shift(z_T, 27)) * _signed(0x94D049BB133111EB)
-    return z_T ^ _shift(z_T, 31)
+    mixed_T: Tensor = z_T ^ _shift(z_T, 31)
+    return mixed_T
 
 
 def _signed(bits: int) -> int:
