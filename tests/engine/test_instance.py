@@ -90,11 +90,11 @@ def test_ranks_that_are_randomly_idle_do_the_same_collectives(tmp_path, plan):
     assert [c for c in first if c.operation == "exchange"][-1].step == STEPS - 1
     assert {c.operation for c in first} == {"exchange", "dispatch", "combine"}
     assert max(c.sequence for c in first if c.operation == "dispatch") > STEPS
-    for collectives, sent, dropped, finished in results:
+    for collectives, sent, dropped, _ in results:
         assert collectives == first
         assert sent > 20
         assert dropped > 0
-        assert finished > 0
+    assert sum(finished for *_, finished in results) > 0
 
 
 # -- operators' cases ------------------------------------------------------------------------------
