@@ -9,11 +9,11 @@ cores they compete. A line per measurement, then one per figure with what it is 
 figure   what                                                                               to reach
 goodput  requests/s that meet both objectives, open loop at 4x the capacity over that at 1x  >= 0.9
 stall    p99 / p50 of the gaps between tokens of 8 streams while long prompts arrive        <= 2.5
-prefix   prompt tokens/s with the prefix cache over that without, requests of the trace      >= 1.3
-         that share a prefix with an earlier one, one output token each
+prefix   prompt tokens/s with the prefix cache over that without, of requests that share a  >= 1.3
+         prefix in the trace (all of them and what they follow from), one output token each
 
 Capacity is what a closed loop of 2 x `max_sequences` clients per rank finishes. Objectives: a time per
-token of 2x what 8 streams alone take, and the TTFT that is given. Arrivals follow the trace's times,
+token of 2x what 8 streams alone take (1.5x where stalls are measured), and the TTFT that is given. Arrivals follow the trace's times,
 stretched to the rate; times of the trace that stand for seconds at once are spread evenly.
 """
 
@@ -50,6 +50,7 @@ SEQUENCES = 8
 LOADS = (0.5, 1.0, 2.0, 4.0)
 STREAMS = 8
 LONG_PROMPT, LONG_PROMPTS = 1024, 6
+STALL_SHARE = 0.75  # the chunk budget of the stall phase aims at this part of the time per token
 READY_SECONDS = 180
 NAMES = Instances(prefill="unified-0", decode="unified-0")
 
@@ -90,13 +91,13 @@ class Bench:
         path = self.folder / "plan.yaml"
         path.write_text(yaml.safe_dump(plan))
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with (self.folder / "server.log").open("a") as log:
+        with (self.folder / "server.log").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "moe_runtime", "serve", str(path)], env=env, stdout=log, stderr=log
             )
             try:
                 server = Server.of(f"http://127.0.0.1:{PORT}")
-                asyncio.run(_ready(server, process))
+                asyncio.run(_ready(server, process, Path(log.name)))
                 yield server
             finally:
                 process.terminate()
@@ -116,11 +117,11 @@ class Bench:
         return Arrival(index=i, at=at, prompt=self.prompts[i], sampling=params)
 
 
-async def _ready(server: Server, process: "subprocess.Popen[bytes]") -> None:
+async def _ready(server: Server, process: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError("the server ended; see server.log")
+            raise RuntimeError(f"the server ended:\n{log.read_text()}")
         try:
             async with request(server, "GET", "/ready") as answer:
                 if answer.status == 200:
@@ -142,13 +143,23 @@ def spread(times: Sequence[float]) -> list[float]:
 
 
 def sharing(requests: Sequence[TraceRequest]) -> list[int]:
-    """Indices of the requests that begin with at least half of the blocks of an earlier or later one."""
-    holders: dict[tuple[int, ...], list[int]] = {}
+    """Requests whose first half, two blocks at least, also begins an earlier one, each group after the
+    one it follows from: what a server sees that has run the trace for long, in little time.
+    """
+    first: dict[tuple[int, int], int] = {}  # (node of the prefix, next block) -> node; 0 is the empty prefix
+    owner: dict[int, int] = {}
+    groups: dict[int, list[int]] = {}
     for i, r in enumerate(requests):
-        if len(r.hash_ids) > 1:
-            holders.setdefault(r.hash_ids[: max(2, len(r.hash_ids) // 2)], []).append(i)
-            holders.setdefault(r.hash_ids, []).append(i)
-    return sorted({i for group in holders.values() if len(set(group)) > 1 for i in group})
+        node, path = 0, []
+        for block in r.hash_ids:
+            node = first.setdefault((node, block), len(first) + 1)
+            path.append(node)
+        depth = max(2, len(path) // 2)
+        root = owner.get(path[depth - 1], i) if len(path) >= depth else i
+        groups.setdefault(root, []).append(i)
+        for node in path:
+            owner.setdefault(node, root)
+    return [i for group in groups.values() if len(group) > 1 for i in group]
 
 
 def replay(server: Server, arrivals: Sequence[Arrival], model: str) -> list[RequestRecord]:
@@ -219,7 +230,7 @@ def measure_stall(bench: Bench, tpot_ms: float) -> float:
     every = length * tpot_ms / 1e3 / (LONG_PROMPTS + 1)
     longest = sorted(range(len(bench.prompts)), key=lambda i: abs(len(bench.prompts[i]) - LONG_PROMPT))
     longest = longest[:LONG_PROMPTS]
-    with bench.server(tpot_ms=tpot_ms) as server:
+    with bench.server(tpot_ms=STALL_SHARE * tpot_ms) as server:
         warm = [bench.arrival(i, 0.0, 1) for i in range(4)]
         replay(server, [*warm, *streams(bench, 32)], bench.checkpoint.name)
         late = [bench.arrival(i, every * (n + 0.5), 1) for n, i in enumerate(longest)]

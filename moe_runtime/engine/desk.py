@@ -195,7 +195,7 @@ class RequestDesk:
         """Close the sockets once what was sent to other instances is out, and the transfer thread."""
         self.inbox.close()
         peers = [a for (i, _), a in self.identity.addresses.items() if i == self.identity.instance]
-        self.outbox.close(unwanted={*peers, *self._left.values()})
+        self.outbox.close(unwanted={*peers, *filter(None, self._left.values())})
         self.structures.close()
         if self.transport is not None:
             self.transport.close()

@@ -32,7 +32,7 @@ from moe_runtime.engine.messages import (
 from moe_runtime.engine.sockets import Outbox
 from moe_runtime.errors import RequestRefused
 from moe_runtime.frontend.live import Live
-from moe_runtime.frontend.router import Router, Target
+from moe_runtime.frontend.router import AFFINITY_TOKENS, Router, Target
 from moe_runtime.report.records import RankSteps, unpack
 from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.spec.requests import FinishReason, Request, SamplingParams
@@ -296,7 +296,7 @@ class Fleet:
         """Choose a target of a role; what was counted for the request elsewhere is counted here."""
         self._unassign(live)
         request = live.request
-        tokens = len(request.prompt) + request.sampling.max_tokens
+        tokens = len(request.prompt) + (0 if role == "prefill" else request.sampling.max_tokens)
         router = self._routers[role]
         index = router.assign(tokens, prompt=request.prompt, rank=rank)
         live.route = (role, index, tokens)
@@ -313,5 +313,12 @@ class Fleet:
 
 
 def _router(ranks: list[RankAddress]) -> Router:
-    """The router of one role; the smallest cache of its ranks is what all are taken to have."""
-    return Router([Target(r.instance, r.rank) for r in ranks], kv_tokens=min(r.kv_tokens for r in ranks))
+    """The router of one role; the smallest cache of its ranks is what all are taken to have.
+
+    Where prompts come with their KV, who has seen a prefix before does not matter.
+    """
+    return Router(
+        [Target(r.instance, r.rank) for r in ranks],
+        kv_tokens=min(r.kv_tokens for r in ranks),
+        affinity_tokens=0 if ranks[0].deployment == "decode" else AFFINITY_TOKENS,
+    )
