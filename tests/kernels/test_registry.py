@@ -7,7 +7,7 @@ import pytest
 from moe_runtime.kernels import registry
 from moe_runtime.kernels.errors import KernelError
 
-LIBRARIES = {"deepgemm": "deep_gemm"}  # column -> package
+LIBRARIES = {"deepgemm": "deep_gemm", "flash_mla": "flash_mla"}  # column -> package
 
 
 def test_every_entry_can_be_selected():
