@@ -1,4 +1,4 @@
-"""Greedy generation by one rank of an expert-parallel group, without an engine: a prefill step, then decode."""
+"""Greedy generation by one rank of an expert-parallel group, without an engine: prefill, then decode steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
