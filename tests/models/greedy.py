@@ -1,4 +1,4 @@
-"""Greedy generation by one rank of an expert-parallel group, without an engine: prefill, then decode steps."""
+"""Greedy generation by one rank of an expert-parallel group, without an engine: prefill, then decode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
