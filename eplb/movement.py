@@ -1,8 +1,8 @@
 """From the plan that is in place to a better one, weighing balance against the bytes that move.
 
-A plan costs `price * max(peak, floor) + seconds of moving`. Three roads are tried for each layer: step by
-step from the current plan (swaps, and replicas handed from one expert to another), where every step
-is a whole plan and the cheapest one on the way is kept; the same from the current plan with the replica
+A plan costs `price * max(peak, floor) + seconds of moving` (see `trade`). Three roads are tried for each
+layer: step by step from the current plan (swaps, and replicas handed from one expert to another), where every
+step is a whole plan and the cheapest one on the way is kept; the same from the current plan with the replica
 counts of the plan solved from nothing; and that plan itself, its ranks renamed to overlap with the current
 ones as much as possible. The cheapest end wins; standing still is the first step of the first road.
 """
@@ -12,334 +12,113 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_runtime.eplb.search import exchange
-from moe_runtime.eplb.split import level_shares
+from moe_runtime.eplb.adopt import adopt_counts
+from moe_runtime.eplb.effort import Effort
+from moe_runtime.eplb.expected import level_for
+from moe_runtime.eplb.rename import rename
 from moe_runtime.eplb.state import State
-from moe_runtime.placement.topology import Topology
+from moe_runtime.eplb.steps import step
+from moe_runtime.eplb.trade import Trade
 
 PATIENCE = 16  # steps without a cheaper plan before a layer's road ends
-SWEEPS = 3
+STEP_SWEEPS = 3  # of levelling after a step
+START_SWEEPS = 20  # and of the plan in place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trade:
-    """What moves and balance cost.
+class Roads:
+    """What all roads of a call of the solver have in common, one entry per layer L.
 
-    price_L  seconds per unit of a layer's peak over the horizon
-    floor_L  peaks below this are as good as this
-    bytes_   of one expert's weights in a layer
+    table_LRN      the plan in place, from which moves are counted
+    goal_L         a layer whose peak is at most this is done
+    stay_L         a layer keeps its slots if their peak, with levelled shares if weighted, is at most this
+    whole_nodes_L  layers for which the new plan was made node by node
     """
 
-    topology: Topology
-    price_L: NDArray[np.float64]
-    floor_L: NDArray[np.float64]
-    expert_bytes: float
+    trade: Trade
+    table_LRN: NDArray[np.int64]
+    goal_L: NDArray[np.float64]
+    stay_L: NDArray[np.float64]
+    whole_nodes_L: NDArray[np.bool_]
+    effort: Effort
+    slots: int
+    weighted: bool
 
-    def take(self, layers: NDArray[np.intp]) -> "Trade":
-        return Trade(
-            topology=self.topology,
-            price_L=self.price_L[layers],
-            floor_L=self.floor_L[layers],
-            expert_bytes=self.expert_bytes,
+    def take(self, layers: NDArray[np.intp]) -> "Roads":
+        return Roads(
+            trade=self.trade.take(layers),
+            table_LRN=self.table_LRN[layers],
+            goal_L=self.goal_L[layers],
+            stay_L=self.stay_L[layers],
+            whole_nodes_L=self.whole_nodes_L[layers],
+            effort=self.effort,
+            slots=self.slots,
+            weighted=self.weighted,
         )
 
-    def move_seconds(
-        self, expert_LRN: NDArray[np.int64], current_LRN: NDArray[np.int64], num_experts: int
-    ) -> NDArray[np.float64]:
-        """float64 [L]: seconds to fill the slots that differ, each from the nearest current replica.
-
-        Costs are added link class by link class from whole counts, so the sum has one value only.
-        """
-        moved = (expert_LRN != current_LRN) & (expert_LRN >= 0)
-        layer, rank, slot = np.nonzero(moved)
-        link = nearest_link(
-            current_LRN, self.topology, num_experts, layer, rank, expert_LRN[layer, rank, slot]
-        )
-        seconds = np.zeros(len(expert_LRN))
-        for k, cost in enumerate(self.topology.seconds_per_byte):
-            seconds += np.bincount(layer[link == k], minlength=len(expert_LRN)) * (cost * self.expert_bytes)
-        return seconds
-
-    def cost(self, state: State, current_LRN: NDArray[np.int64]) -> NDArray[np.float64]:
-        moving = self.move_seconds(state.expert_LRN, current_LRN, state.units_LE.shape[1])
-        return self.price_L * np.maximum(state.peak_L, self.floor_L) + moving
+    def level(self, state: State, sweeps: int) -> None:
+        if self.weighted:
+            level_for(state, self.goal_L, sweeps, self.trade.error)
 
 
-def nearest_link(
-    current_LRN: NDArray[np.int64],
-    topology: Topology,
-    num_experts: int,
-    layer: NDArray[np.intp],
-    rank: NDArray[np.intp],
-    expert: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """Link class (0 same rank, 1 same node, 2 other) over which `expert` reaches `rank`."""
-    L, R, _ = current_LRN.shape
-    on_rank = np.zeros((L, R, num_experts + 1), bool)  # column E takes the empty slots
-    rows = np.arange(L)[:, None, None]
-    on_rank[rows, np.arange(R)[None, :, None], current_LRN] = True
-    by_node = on_rank.reshape(L, topology.nodes, topology.ranks_per_node, num_experts + 1)
-    on_node: NDArray[np.bool_] = np.logical_or.reduce(by_node, axis=2)
-    here = on_rank[layer, rank, expert]
-    near = on_node[layer, topology.node_of(rank), expert]
-    return np.where(here, 0, np.where(near, 1, 2))
+def cheapest(roads: Roads, fresh: State) -> tuple[State, NDArray[np.bool_]]:
+    """The cheapest end of all roads, and the layers L in which nodes hold whole groups there.
 
-
-def improve(
-    current: State,
-    trade: Trade,
-    goal_L: NDArray[np.float64],
-    *,
-    steps: int,
-    slots: int,
-    weighted: bool,
-    stay_L: NDArray[np.float64],
-) -> tuple[State, NDArray[np.bool_]]:
-    """The cheapest plan on the road from `current`, itself left as it is; and the layers that may move.
-
-    Layers whose peak, with levelled shares if weighted, is at most `stay_L` do not.
+    fresh  the plan solved from nothing
     """
-    L = len(current.units_LE)
-    best = current.take(np.arange(L))
-    if weighted:
-        level_shares(best, goal_L, 20)
-    may_move_L = best.peak_L > stay_L
-    layers = np.flatnonzero(may_move_L)
-    part = best.take(layers)
-    walk(
-        part,
-        part,
-        current.expert_LRN[layers],
-        trade.take(layers),
-        goal_L[layers],
-        steps=steps,
-        slots=slots,
-        weighted=weighted,
-    )
+    current = State.of(roads.table_LRN, fresh.units_LE)
+    best = current.take(np.arange(len(roads.goal_L)))
+    roads.level(best, START_SWEEPS)
+    layers = np.flatnonzero(best.peak_L > roads.stay_L)
+    part, new, roads_here = best.take(layers), fresh.take(layers), roads.take(layers)
+    _walk(roads_here, part, part)
+    cost_L = roads_here.trade.cost(part, roads_here.table_LRN)
+    worth = np.flatnonzero(cost_L > roads_here.trade.price_L * roads_here.trade.peak(new))
+    by_node_L = np.zeros(len(roads.goal_L), bool)
+    if len(worth):
+        better, whole_L = _towards(
+            roads_here.take(worth), current.take(layers[worth]), part.take(worth), new.take(worth)
+        )
+        part.put(worth, better)
+        by_node_L[layers[worth]] = whole_L
     best.put(layers, part)
-    return best, may_move_L
+    return best, by_node_L
 
 
-def walk(
-    best: State,
-    start: State,
-    origin_LRN: NDArray[np.int64],
-    trade: Trade,
-    goal_L: NDArray[np.float64],
-    *,
-    steps: int,
-    slots: int,
-    weighted: bool,
-) -> None:
-    """Go from `start`, step by step; `best` becomes the cheapest of itself and the plans on the way.
+def _towards(roads: Roads, current: State, best: State, fresh: State) -> tuple[State, NDArray[np.bool_]]:
+    """The cheapest of `best` and the two roads that use the fresh plan."""
+    adopted = adopt_counts(current, fresh)
+    roads.level(adopted, roads.effort.sweeps)
+    _walk(roads, best, adopted)
+    trade, table = roads.trade, roads.table_LRN
+    names_LRN = rename(fresh.expert_LRN, table, trade.topology, fresh.units_LE.shape[1], roads.whole_nodes_L)
+    renamed = State.of(names_LRN, fresh.units_LE)
+    roads.level(renamed, roads.effort.sweeps)
+    cheaper_L = trade.cost(renamed, table) < trade.cost(best, table)
+    cheaper = np.flatnonzero(cheaper_L)
+    best.put(cheaper, renamed.take(cheaper))
+    return best, cheaper_L & roads.whole_nodes_L
 
-    origin_LRN  the plan in place, from which moves are counted
-    """
-    active = np.arange(len(best.units_LE))
+
+def _walk(roads: Roads, best: State, start: State) -> None:
+    """Go from `start`, step by step; `best` becomes the cheapest of itself and the plans on the way."""
+    active = np.arange(len(roads.goal_L))
     part = start.take(active)
-    best_cost_L = trade.cost(best, origin_LRN)
+    best_cost_L = roads.trade.cost(best, roads.table_LRN)
     idle_L = np.zeros(len(active), np.int64)
-    for _ in range(steps):
-        active, part, idle_L = _drop(
-            active, part, idle_L, part.peak_L > np.maximum(goal_L, trade.floor_L)[active]
-        )
+    here, on_L = roads, part.peak_L > np.maximum(roads.goal_L, roads.trade.floor_L)
+    for _ in range(roads.effort.steps):
+        if not on_L.all():
+            keep = np.flatnonzero(on_L)
+            active, part, idle_L, here = active[keep], part.take(keep), idle_L[keep], here.take(keep)
         if not len(active):
-            break
-        made = _step(part, slots, weighted)
-        if weighted:
-            level_shares(part, goal_L[active], SWEEPS)
-        cost = trade.take(active).cost(part, origin_LRN[active])
-        cheaper = cost < best_cost_L[active]
-        best_cost_L[active[cheaper]] = cost[cheaper]
-        best.put(active[cheaper], part.take(np.flatnonzero(cheaper)))
-        idle_L = np.where(cheaper, 0, idle_L + 1)
-        active, part, idle_L = _drop(active, part, idle_L, made & (idle_L < PATIENCE))
-
-
-def _drop(
-    active: NDArray[np.intp], part: State, idle_L: NDArray[np.int64], keep: NDArray[np.bool_]
-) -> tuple[NDArray[np.intp], State, NDArray[np.int64]]:
-    if keep.all():
-        return active, part, idle_L
-    return active[keep], part.take(np.flatnonzero(keep)), idle_L[keep]
-
-
-def _step(part: State, slots: int, weighted: bool) -> NDArray[np.bool_]:
-    """One change off each layer's heaviest rank, the one that gains most per move; says where."""
-    L, R, N = part.expert_LRN.shape
-    layer = np.arange(L)
-    peak_rank = part.load_LR.argmax(axis=1)
-    peak_L = part.load_LR[layer, peak_rank]
-    swap_L, swap_at = _best_swap(part, peak_rank)
-    hand_L, hand_at = _best_handover(part, peak_rank, slots, weighted)
-    swap_gain, hand_gain = (peak_L - swap_L) / 2, peak_L - hand_L
-    hand = (hand_gain > 0) & (hand_gain >= swap_gain)
-    swap = (swap_gain > 0) & ~hand
-    row = np.flatnonzero(swap)
-    mine, rank, theirs = np.unravel_index(swap_at[row], (N, R, N))
-    exchange(part, row, peak_rank[row], mine, rank, theirs)
-    row = np.flatnonzero(hand)
-    if len(row):
-        mine, rank, theirs = np.unravel_index(hand_at[row], (N, R, N))
-        _hand_over(part, row, (peak_rank[row], mine), (rank, theirs), weighted)
-    changed: NDArray[np.bool_] = swap | hand
-    row = np.flatnonzero(~changed)
-    if len(row):
-        changed[row] = _recount(part, row, peak_rank[row], weighted)
-    return changed
-
-
-def _recount(
-    part: State, row: NDArray[np.intp], peak_rank: NDArray[np.intp], weighted: bool
-) -> NDArray[np.bool_]:
-    """Where no single change helps, better counts: the next steps have to find partners that fit them.
-
-    The expert of the heaviest rank with the largest mean share gets a replica of the one that could
-    spare it best, if even without it that one's mean share stays below. Says where that was so.
-    """
-    layer = np.arange(len(row))
-    load, count, table = part.units_LE[row], part.count_LE[row], part.expert_LRN[row]
-    mine = table[layer, peak_rank]
-    share = np.where(mine >= 0, (load / np.maximum(count, 1))[layer[:, None], np.maximum(mine, 0)], -1.0)
-    slot = share.argmax(axis=1)
-    taker = mine[layer, slot]
-    spare = np.where(count > 1, load / np.maximum(count - 1, 1), np.inf)
-    spare[layer, taker] = np.inf
-    has = (table == taker[:, None, None]).any(axis=2)
-    usable = np.zeros_like(count)  # replicas of each expert on ranks that could take the taker
-    at = (table >= 0) & ~has[:, :, None]
-    np.add.at(usable, (np.nonzero(at)[0], table[at]), 1)
-    spare[usable == 0] = np.inf
-    giver = spare.argmin(axis=1)
-    good: NDArray[np.bool_] = spare[layer, giver] < share[layer, slot]
-    left = part.load_LR[row][:, :, None] - part.share_LRN[row]
-    left[(table != giver[:, None, None]) | has[:, :, None]] = np.inf
-    rank, place = np.unravel_index(left.reshape(len(row), -1).argmin(axis=1), left.shape[1:])
-    if good.any():
-        _hand_over(part, row[good], (peak_rank[good], slot[good]), (rank[good], place[good]), weighted)
-    return good
-
-
-def _best_swap(part: State, peak_rank: NDArray[np.intp]) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """The smallest larger load of the two ranks after a swap off the peak, and its flat index."""
-    L = len(peak_rank)
-    layer = np.arange(L)
-    mine, share = part.expert_LRN[layer, peak_rank], part.share_LRN[layer, peak_rank]
-    away = share[:, :, None, None] - part.share_LRN[:, None]
-    peak = part.load_LR[layer, peak_rank][:, None, None, None]
-    worse = np.maximum(peak - away, part.load_LR[:, None, :, None] + away)
-    same = (mine[:, :, None, None] == part.expert_LRN[:, None]) & (mine[:, :, None, None] >= 0)
-    worse[np.broadcast_to(same.any(axis=3)[..., None] | same.any(axis=1)[:, None], worse.shape)] = np.inf
-    flat = worse.reshape(L, -1)
-    at = flat.argmin(axis=1)
-    return flat[layer, at], at
-
-
-def _best_handover(
-    part: State, peak_rank: NDArray[np.intp], slots: int, weighted: bool
-) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """The best new replica of an expert of the heaviest rank, in a slot that is empty or another's replica.
-
-    Returns the largest load the change leaves on the ranks it touches, and its flat index
-    (slot of the peak rank, rank, slot there).
-    """
-    L, R, N = part.expert_LRN.shape
-    layer = np.arange(L)
-    mine, my_share = part.expert_LRN[layer, peak_rank], part.share_LRN[layer, peak_rank]
-    peak = part.load_LR[layer, peak_rank][:, None, None, None]
-    room = (part.count_LE.sum(axis=1) < slots)[:, None, None]
-    count = np.where(
-        part.expert_LRN >= 0,
-        np.take_along_axis(part.count_LE, part.expert_LRN.reshape(L, -1), 1).reshape(L, R, N),
-        0,
-    )
-    other_LRN = _others_load(part, weighted, count)
-    free = np.where(part.expert_LRN < 0, room, count > 1)
-    left = (part.load_LR[:, :, None] - part.share_LRN)[:, None]
-    if weighted:
-        give = np.minimum(my_share[:, :, None, None], np.floor(np.maximum(peak - left, 0) / 2))
-        heavy, light = peak - give, left + give
-    else:
-        c = np.take_along_axis(part.count_LE, np.maximum(mine, 0), axis=1)
-        units = np.take_along_axis(part.units_LE, np.maximum(mine, 0), axis=1)
-        new = np.floor(units / (c + 1))
-        heavy = peak - (my_share - new)[:, :, None, None]
-        light = left + new[:, :, None, None]
-    worse = np.maximum(np.maximum(heavy, light), other_LRN[:, None])
-    present = (mine[:, :, None, None] == part.expert_LRN[:, None]).any(axis=3)
-    worse[
-        np.broadcast_to(present[..., None] | ~free[:, None] | (mine < 0)[:, :, None, None], worse.shape)
-    ] = np.inf
-    flat = worse.reshape(L, -1)
-    at = flat.argmin(axis=1)
-    return flat[layer, at], at
-
-
-def _others_load(part: State, weighted: bool, count: NDArray[np.int64]) -> NDArray[np.float64]:
-    """[L, R, N]: the load of the ranks that suffer when a slot's replica goes: its expert's other ranks.
-
-    Weighted, the share is poured over them until they stand level; with equal split the heaviest counts.
-    """
-    L, R, N = part.expert_LRN.shape
-    out = np.zeros((L, R, N))
-    layer, rank, slot = np.nonzero(count > 1)
-    if not len(layer):
-        return out
-    key = layer * part.units_LE.shape[1] + part.expert_LRN[layer, rank, slot]
-    order = np.lexsort((part.load_LR[layer, rank], key))
-    layer, rank, slot, key = layer[order], rank[order], slot[order], key[order]
-    load, share = part.load_LR[layer, rank], part.share_LRN[layer, rank, slot]
-    times = count[layer, rank, slot]
-    first = np.repeat(np.flatnonzero(np.diff(key, prepend=-1)), times[np.diff(key, prepend=-1) != 0])
-    place = np.arange(len(key)) - first
-    if weighted:
-        below = load.cumsum() - (load.cumsum() - load)[first]  # of the expert's ranks up to this one
-        value = np.full(len(key), np.inf)
-        for m in range(1, int(times.max())):  # poured over the m lightest others
-            own = place < m  # among the m + 1 lightest
-            at = np.minimum(first + np.where(own, m, m - 1), len(key) - 1)
-            level = (share + below[at] - np.where(own, load, 0)) / m
-            value = np.where(m < times, np.minimum(value, level), value)
-    else:
-        last = first + times - 1
-        value = np.where(np.arange(len(key)) == last, load[last - 1], load[last])
-        value = value + np.floor(share / (times - 1))
-    out[layer, rank, slot] = value
-    return out
-
-
-def _hand_over(
-    part: State,
-    row: NDArray[np.intp],
-    source: tuple[NDArray[np.intp], NDArray[np.intp]],
-    target: tuple[NDArray[np.intp], NDArray[np.intp]],
-    weighted: bool,
-) -> None:
-    """Put the expert of `source` (rank, slot) into `target` too; what was there gives up that replica."""
-    rank, slot = target
-    taker = part.expert_LRN[row, source[0], source[1]]
-    giver = part.expert_LRN[row, rank, slot]
-    lost = giver >= 0
-    part.expert_LRN[row, rank, slot] = taker
-    if not weighted:
-        part.put(row, State.of(part.expert_LRN[row], part.units_LE[row]))
-        return
-    part.count_LE[row, taker] += 1
-    part.count_LE[row[lost], giver[lost]] -= 1
-    share = part.share_LRN[row, rank, slot].copy()
-    part.load_LR[row, rank] -= share
-    part.share_LRN[row, rank, slot] = 0
-    # The orphaned share goes to the giver's lightest other rank; levelling follows.
-    for i in np.flatnonzero(lost):
-        ranks, places = np.nonzero(part.expert_LRN[row[i]] == giver[i])
-        k = part.load_LR[row[i], ranks].argmin()
-        part.share_LRN[row[i], ranks[k], places[k]] += share[i]
-        part.load_LR[row[i], ranks[k]] += share[i]
-    give = np.minimum(
-        part.share_LRN[row, source[0], source[1]],
-        np.floor(np.maximum(part.load_LR[row, source[0]] - part.load_LR[row, rank], 0) / 2),
-    )
-    part.share_LRN[row, source[0], source[1]] -= give
-    part.load_LR[row, source[0]] -= give
-    part.share_LRN[row, rank, slot] += give
-    part.load_LR[row, rank] += give
+            return
+        made_L = step(part, here.slots, here.weighted)
+        here.level(part, STEP_SWEEPS)
+        cost_L = here.trade.cost(part, here.table_LRN)
+        cheaper_L = cost_L < best_cost_L[active]
+        best_cost_L[active[cheaper_L]] = cost_L[cheaper_L]
+        best.put(active[cheaper_L], part.take(np.flatnonzero(cheaper_L)))
+        idle_L = np.where(cheaper_L, 0, idle_L + 1)
+        short_L = part.peak_L > np.maximum(here.goal_L, here.trade.floor_L)
+        on_L = made_L & (idle_L < PATIENCE) & short_L

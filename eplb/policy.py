@@ -33,14 +33,16 @@ class RebalancePolicy:
     seconds_per_pair  what one more pair on the heaviest rank of a layer costs a window
     horizon_windows   windows over which a better placement is expected to pay, while the load is steady
     drift_windows     the same while it drifts: what is gained is lost again soon
-    tight_windows     the same while it drifts and a rank has at most two slots: its peak rests on the few
-                      hottest experts, whose plan stays good for longer than a close fit of many
+    tight_windows     the same while it drifts and a rank has at most two slots: a swap then changes half of
+                      what two ranks carry, and lasts longer than a close fit of many
     expert_bytes      of one expert's weights in a layer
     hysteresis        the saving must exceed the cost this many times
-    min_gain          a layer's peak has to fall by more than this part, or the layer stays
+    min_gain          of a steady load: a layer's peak has to fall by more than this part, or the layer stays
     least_error       relative error of steady loads that is assumed at least: a plan made from one window
                       with such noise is not touched when later windows average it out
-    drift_error       relative error that is assumed of loads that drift, which rest on the last window
+
+    While the load drifts, the expected peak of the next window is priced instead: by the error of the
+    predictions so far.
     """
 
     topology: Topology
@@ -48,12 +50,11 @@ class RebalancePolicy:
     seconds_per_pair: float
     expert_bytes: float
     horizon_windows: float = 256.0
-    drift_windows: float = 2.0
-    tight_windows: float = 8.0
+    drift_windows: float = 3.0
+    tight_windows: float = 5.0
     hysteresis: float = 2.0
     min_gain: float = 0.01
     least_error: float = 0.065
-    drift_error: float = 0.02
     groups: int = 1
     split: Literal["weighted", "equal"] = "weighted"
     quality: Literal["default", "best"] = "default"
@@ -67,7 +68,6 @@ class RebalancePolicy:
             "tight_windows",
             "min_gain",
             "least_error",
-            "drift_error",
         ):
             if not getattr(self, name) >= 0:
                 raise BalanceError(f"{name} = {getattr(self, name)}: must be a number >= 0")
@@ -78,10 +78,10 @@ class RebalancePolicy:
         """Decide after a window has been observed. Every rank with the same window decides the same."""
         if window.windows == 0:
             return Decision(action="wait", solution=None, why="no load has been seen")
+        steady = window.steady
         tight = self.topology.slots_per_rank(self.slots) <= 2
-        drift = self.tight_windows if tight else self.drift_windows
-        windows = self.horizon_windows if window.steady else drift
-        error = max(window.estimate_error, self.least_error) if window.steady else self.drift_error
+        drift_windows = self.tight_windows if tight else self.drift_windows
+        windows = self.horizon_windows if steady else drift_windows
         horizon = self.seconds_per_pair * windows
         solution = solve(
             window.load_LE,
@@ -91,8 +91,9 @@ class RebalancePolicy:
             current=current,
             horizon=horizon / self.hysteresis,
             expert_bytes=self.expert_bytes,
-            uncertainty=error,
-            min_gain=self.min_gain,
+            uncertainty=max(window.estimate_error, self.least_error) if steady else 0.0,
+            min_gain=self.min_gain if steady else 0.0,
+            next_error=0.0 if steady else window.uncertainty,
             quality=self.quality,
             split=self.split,
         )

@@ -28,14 +28,14 @@ def make_plan(
     count_LE = replica_counts(units_LE, slots, most)
     state = first_plan(units_LE, count_LE, ranks, slots_per_rank)
     if slots_per_rank == 2:
-        _recount(state, goal_L, effort)
+        _take_better_counts(state, goal_L, effort)
     elif slots_per_rank > 2:
         pair_rounds(state, goal_L, effort.pair_rounds)
     peak_rounds(state, goal_L, effort.peak_rounds)
     return state
 
 
-def _recount(state: State, goal_L: NDArray[np.float64], effort: Effort) -> None:
+def _take_better_counts(state: State, goal_L: NDArray[np.float64], effort: Effort) -> None:
     layers = np.flatnonzero(state.peak_L > goal_L)
     R = state.load_LR.shape[1]
     units_LE, count_LE = state.units_LE[layers], state.count_LE[layers]

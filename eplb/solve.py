@@ -8,19 +8,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from moe_runtime.eplb.adopt import adopt_counts
 from moe_runtime.eplb.bound import REASONS, Bound, lower_bound
-from moe_runtime.eplb.checks import check_task
+from moe_runtime.eplb.checks import check_settings, check_sizes
 from moe_runtime.eplb.effort import EFFORTS, Effort
 from moe_runtime.eplb.loads import check_load, from_units, to_units
-from moe_runtime.eplb.movement import Trade, improve, walk
-from moe_runtime.eplb.rename import rename
+from moe_runtime.eplb.movement import Roads, cheapest
 from moe_runtime.eplb.replicate import replica_counts
 from moe_runtime.eplb.scratch import make_plan, node_by_node
 from moe_runtime.eplb.search import peak_rounds
 from moe_runtime.eplb.solution import Solution
 from moe_runtime.eplb.split import cumulative_table, level_shares
 from moe_runtime.eplb.state import State
+from moe_runtime.eplb.trade import Trade
 from moe_runtime.placement.migration import plan_migration
 from moe_runtime.placement.placement import Placement, count_experts
 from moe_runtime.placement.topology import Topology
@@ -40,6 +39,7 @@ def solve(
     expert_bytes: float = 1.0,
     uncertainty: ArrayLike = 0.0,
     min_gain: float = 0.0,
+    next_error: float = 0.0,
     quality: Literal["default", "best"] = "default",
     split: Literal["weighted", "equal"] = "weighted",
     effort: Effort | None = None,
@@ -60,6 +60,8 @@ def solve(
               so a layer stays as it is (but for its split weights) unless a new plan would lower its peak
               by more than such errors feign
     min_gain  and by this part of the new plan's peak on top
+    next_error  relative standard error of an expert's load in the windows to come. With a horizon, the peak
+              that is weighed against moves, and levelled, is the one to be expected (see `expected`)
     effort    instead of `quality`
     fill      leave no slot empty even if an expert then has more replicas than there are ranks
 
@@ -68,16 +70,17 @@ def solve(
     """
     load = check_load(load_LE)
     work = EFFORTS.get(quality) if effort is None else effort
-    check_task(
-        load, topology, slots, groups, current, horizon, expert_bytes, uncertainty, min_gain, quality, split
-    )
+    check_sizes(load, topology, slots, groups, current)
+    check_settings(horizon, expert_bytes, uncertainty, min_gain, next_error, quality, split, len(load))
     assert work is not None
     task = _Task(load, topology, slots, work, split == "weighted", fill)
     state = task.from_nothing()
     by_node_L = task.take_nodes(state, groups) if groups > 1 else np.zeros(len(load), bool)
     if current is not None:
         stay_L = task.allowance(state, uncertainty, min_gain)
-        state, by_node_L = task.from_current(state, by_node_L, current, horizon, expert_bytes, stay_L)
+        state, by_node_L = task.from_current(
+            state, by_node_L, current, horizon, expert_bytes, stay_L, next_error
+        )
     return task.answer(state, by_node_L, current, horizon, expert_bytes)
 
 
@@ -181,63 +184,34 @@ class _Task:
         horizon: float | None,
         expert_bytes: float,
         stay_L: NDArray[np.float64],
+        error: float,
     ) -> tuple[State, NDArray[np.bool_]]:
-        """The cheapest of staying, the roads from `current`, and the fresh plan with its ranks renamed."""
-        table = current.slot_to_expert_LS.astype(np.int64).reshape(len(self.load), self.R, self.N)
-        floor_L = np.maximum(fresh.peak_L, self.goal_L) if horizon is None else np.zeros(len(self.load))
-        # Without a horizon any move is worth a smaller peak, until the peak of the fresh plan is reached.
-        slowest = self.topology.seconds_per_byte[2] * expert_bytes * self.slots
-        price_L = (
-            1e6 * max(slowest, 1e-300) / self.simple_L
-            if horizon is None
-            else np.ldexp(horizon, -self.scale_L)
+        """The cheapest plan from `current`; and the layers in which nodes hold whole groups."""
+        if horizon is None:  # any move is worth a smaller peak, until the peak of the fresh plan is reached
+            slowest = self.topology.seconds_per_byte[2] * expert_bytes * self.slots
+            price_L = 1e6 * max(slowest, 1e-300) / self.simple_L
+            floor_L = np.maximum(fresh.peak_L, self.goal_L)
+        else:
+            price_L = np.ldexp(horizon, -self.scale_L)
+            floor_L = np.zeros(len(self.load))
+        trade = Trade(
+            topology=self.topology,
+            price_L=price_L,
+            floor_L=floor_L,
+            expert_bytes=expert_bytes,
+            error=0.0 if horizon is None else error,
         )
-        trade = Trade(topology=self.topology, price_L=price_L, floor_L=floor_L, expert_bytes=expert_bytes)
-        road, may_move_L = improve(
-            State.of(table, self.units),
-            trade,
-            self.goal_L,
-            steps=self.effort.steps,
-            slots=self.slots,
-            weighted=self.weighted,
+        roads = Roads(
+            trade=trade,
+            table_LRN=current.slot_to_expert_LS.astype(np.int64).reshape(len(self.load), self.R, self.N),
+            goal_L=self.goal_L,
             stay_L=stay_L,
-        )
-        road_cost = trade.cost(road, table)
-        worth = np.flatnonzero(may_move_L & (road_cost > price_L * np.maximum(fresh.peak_L, floor_L)))
-        self._walk_adopted(road, worth, table, fresh, trade)
-        road_cost = trade.cost(road, table)
-        renamed = State.of(
-            rename(fresh.expert_LRN[worth], table[worth], self.topology, self.E, by_node_L[worth]),
-            self.units[worth],
-        )
-        if self.weighted:
-            level_shares(renamed, self.goal_L[worth], self.effort.sweeps)
-        cheaper = trade.take(worth).cost(renamed, table[worth]) < road_cost[worth]
-        road.put(worth[cheaper], renamed.take(np.flatnonzero(cheaper)))
-        stays = np.zeros(len(self.load), bool)
-        stays[worth[cheaper]] = by_node_L[worth[cheaper]]
-        return road, stays
-
-    def _walk_adopted(
-        self, road: State, layers: NDArray[np.intp], table: NDArray[np.int64], fresh: State, trade: Trade
-    ) -> None:
-        """Improve `road` in these layers by the road that begins with the counts of the fresh plan."""
-        goal_L = self.goal_L[layers]
-        adopted = adopt_counts(State.of(table[layers], self.units[layers]), fresh.take(layers))
-        if self.weighted:
-            level_shares(adopted, goal_L, self.effort.sweeps)
-        best = road.take(layers)
-        walk(
-            best,
-            adopted,
-            table[layers],
-            trade.take(layers),
-            goal_L,
-            steps=self.effort.steps,
+            whole_nodes_L=by_node_L,
+            effort=self.effort,
             slots=self.slots,
             weighted=self.weighted,
         )
-        road.put(layers, best)
+        return cheapest(roads, fresh)
 
     def answer(
         self,
