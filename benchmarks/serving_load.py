@@ -13,8 +13,9 @@ prefix   prompt tokens/s with the prefix cache over that without, of requests th
          prefix in the trace (all of them and what they follow from), one output token each
 
 Capacity is what a closed loop of 2 x `max_sequences` clients per rank finishes. Objectives: a time per
-token of 2x what 8 streams alone take (1.5x where stalls are measured), and the TTFT that is given. Arrivals follow the trace's times,
-stretched to the rate; times of the trace that stand for seconds at once are spread evenly.
+token of 2x what 8 streams alone take (1.5x where stalls are measured), and the TTFT that is given.
+Arrivals follow the trace's times, stretched to the rate; times of the trace that stand for seconds at
+once are spread evenly.
 """
 
 import argparse

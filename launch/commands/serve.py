@@ -109,6 +109,7 @@ def _service(flight: Preflight, fleet: Fleet) -> Service:
     instances = sum(i.deployment == decode.name for i in plan.instances)
     limits = derive_limits(
         decode_ranks=instances * decode.expert_parallel,
+        prompt_ranks=sum(len(i.ranks) for i in plan.instances if i.deployment == prefill.name),
         rank_kv_tokens=_kv_tokens(decode),
         rank_sequences=decode.scheduler.max_sequences,
         prefill_kv_tokens=_kv_tokens(prefill),

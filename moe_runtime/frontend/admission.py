@@ -7,11 +7,13 @@ An open system that queues without bound answers everybody too late. Here a requ
 once when it would have to wait longer than is useful, so what is let in still meets its objective.
 """
 
+import heapq
 from collections import deque
 from dataclasses import dataclass
 from enum import IntEnum
 
 RATE_SECONDS = 10.0
+LEAST_BUSY = 0.25
 LONGEST_RETRY = 60.0
 _OUTPUT_WEIGHT = 0.05
 
@@ -54,7 +56,8 @@ class AdmissionLimits:
     running_tokens     tokens that the KV caches of all ranks hold
     queue_requests     requests that may wait beyond those
     queue_tokens       tokens that may wait beyond those
-    max_wait           seconds a new request may expect to wait for its first token
+    max_wait           seconds a new request may expect to wait until its prompt is run
+    prompt_ranks       ranks that run prompts
     timeout            seconds from arrival to the last token, if the request names none; None: no limit
     """
 
@@ -65,6 +68,7 @@ class AdmissionLimits:
     queue_requests: int
     queue_tokens: int
     max_wait: float
+    prompt_ranks: int = 1
     timeout: float | None = None
 
 
@@ -76,6 +80,7 @@ def derive_limits(
     prefill_kv_tokens: int,
     max_positions: int,
     ttft_seconds: float,
+    prompt_ranks: int = 1,
     timeout: float | None = None,
     frontends: int = 1,
 ) -> AdmissionLimits:
@@ -94,6 +99,7 @@ def derive_limits(
         running_tokens=running_tokens,
         queue_requests=running_requests,
         queue_tokens=running_tokens,
+        prompt_ranks=prompt_ranks,
         max_wait=ttft_seconds / 2,
         timeout=timeout,
     )
@@ -124,8 +130,8 @@ class Admission:
         self._entries: dict[int, _Entry] = {}
         self._order = 0
         self._starts: deque[tuple[float, float]] = deque()
-        self._busy_until: deque[tuple[float, float]] = deque()
-        self._busy_since: float | None = None
+        self._busy = self._busy_at = 0.0
+        self._num_waiting = 0
         self._mean_output: float | None = None
 
     @property
@@ -134,7 +140,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        return sum(e.waiting for e in self._entries.values())
+        return self._num_waiting
 
     @property
     def tokens(self) -> int:
@@ -192,10 +198,10 @@ class Admission:
             )
         for victim in displaced:
             self._remove(victim, now)
+        self._advance(now)
+        self._num_waiting += 1
         self._entries[request] = entry
         self._order += 1
-        if self._busy_since is None:
-            self._busy_since = now
         return Verdict(status=Answer.ADMIT, displaced=displaced)
 
     def started(self, request: int, now: float) -> None:
@@ -203,9 +209,10 @@ class Admission:
         entry = self._entries.get(request)
         if entry is None or not entry.waiting:
             return
+        self._advance(now)
+        self._num_waiting -= 1
         entry.waiting = False
-        self._starts.append((now, self._cost(entry)))
-        self._note_idle(now)
+        self._starts.append((self._busy, self._cost(entry)))
 
     def finished(self, request: int, now: float, *, output_tokens: int | None = None) -> None:
         """A request ended, for whatever reason; `output_tokens` of those that ended well."""
@@ -224,18 +231,24 @@ class Admission:
         return None if first == float("inf") else first
 
     def expected_wait(self, priority: int, now: float) -> float:
-        """Seconds to the first token of a request that came now: work ahead of it / measured rate.
+        """Seconds until a rank would turn to a request that came now.
 
-        The rate is that of the last `RATE_SECONDS` in which anything waited, so it is a capacity and
-        not the load that happened to be there. Where nothing was measured yet, a request may expect
-        what those ahead of it have waited already.
+        That rank is the one with the least work ahead, if what waits is dealt out in order. Work is
+        done at the rate of the last `RATE_SECONDS` of busy time: a capacity, not the load that happened
+        to be there. Where nothing was measured yet, a request may expect what others have waited already.
         """
-        ahead = [e for e in self._entries.values() if e.waiting and e.priority <= priority]
-        if not ahead:
+        ahead = sorted(
+            (e.priority, e.order, self._cost(e), e.arrived)
+            for e in self._entries.values()
+            if e.waiting and e.priority <= priority
+        )
+        ranks = [0.0] * self.limits.prompt_ranks
+        for _, _, cost, _ in ahead:
+            heapq.heapreplace(ranks, ranks[0] + cost)
+        if not ranks[0]:
             return 0.0
-        rate = self._rate(now)
-        waited = now - min(e.arrived for e in ahead)
-        return max(waited, sum(map(self._cost, ahead)) / rate) if rate > 0 else waited
+        rate = self._rate(now) / len(ranks)
+        return ranks[0] / rate if rate > 0 else now - min(arrived for *_, arrived in ahead)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -267,13 +280,16 @@ class Admission:
         return tuple(victims) if requests <= 0 and tokens <= 0 else None
 
     def _remove(self, request: int, now: float) -> None:
-        if self._entries.pop(request, None) is not None:
-            self._note_idle(now)
+        self._advance(now)
+        entry = self._entries.pop(request, None)
+        if entry is not None and entry.waiting:
+            self._num_waiting -= 1
 
-    def _note_idle(self, now: float) -> None:
-        if self._busy_since is not None and not any(e.waiting for e in self._entries.values()):
-            self._busy_until.append((self._busy_since, now))
-            self._busy_since = None
+    def _advance(self, now: float) -> None:
+        """Move the busy clock: it runs at the fraction of the ranks that have something waiting for them."""
+        ranks = self.limits.prompt_ranks
+        self._busy += max(0.0, now - self._busy_at) * min(self._num_waiting, ranks) / ranks
+        self._busy_at = max(now, self._busy_at)
 
     def _cost(self, entry: _Entry) -> float:
         """Tokens a request really takes: few use the whole of their max_tokens."""
@@ -281,20 +297,13 @@ class Admission:
         return entry.prompt + (entry.max_tokens if mean is None else min(entry.max_tokens, mean))
 
     def _rate(self, now: float) -> float:
-        """Tokens per second of requests that started, over the newest `RATE_SECONDS` with anybody waiting."""
-        left, begin = RATE_SECONDS, now
-        spans = [*self._busy_until, *([(self._busy_since, now)] if self._busy_since is not None else [])]
-        for start, end in reversed(spans):
-            begin = max(start, end - left)
-            left -= end - begin
-            if left <= 0:
-                break
+        """Tokens of requests that started per busy second of all ranks; 0 until that is known."""
+        self._advance(now)
+        begin = max(0.0, self._busy - RATE_SECONDS)
         while self._starts and self._starts[0][0] < begin:
             self._starts.popleft()
-        while self._busy_until and self._busy_until[0][1] < begin:
-            self._busy_until.popleft()
-        seconds = RATE_SECONDS - left
-        return sum(cost for _, cost in self._starts) / seconds if seconds > 0.25 else 0.0
+        seconds = self._busy - begin
+        return sum(cost for _, cost in self._starts) / seconds if seconds > LEAST_BUSY else 0.0
 
 
 def _retry(seconds: float) -> float:

@@ -11,12 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 FADE = 0.98
+AIM = 0.8
 LEAST_STEPS = 3
 
 
 @dataclass(slots=True)
 class ChunkBudget:
     """`target` seconds a step may take while somebody decodes; a budget is never under `least` rows.
+
+    It aims at `AIM` of the target, so that most steps keep to it though times vary.
 
     The least is what bounds the delay of a prefill when even decoding alone misses the target.
     """
@@ -46,5 +49,5 @@ class ChunkBudget:
         constant, per_decode, per_prefill = np.linalg.solve(self._moments + ridge, self._sums)
         if per_prefill <= 0:
             return None
-        room = self.target - constant - per_decode * decode_rows
+        room = AIM * self.target - constant - per_decode * decode_rows
         return max(self.least, int(room / per_prefill))

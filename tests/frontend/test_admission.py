@@ -38,8 +38,10 @@ def test_limits_follow_from_the_kv_capacity():
         prefill_kv_tokens=4096,
         max_positions=10_000,
         ttft_seconds=2.0,
+        prompt_ranks=3,
         frontends=2,
     )
+    assert (got.max_wait, got.prompt_ranks) == (1.0, 3)
     assert (got.longest, got.longest_prompt) == (8192, 4096)
     assert (got.running_requests, got.running_tokens) == (64, 16384)
     assert (got.queue_requests, got.queue_tokens) == (64, 16384)
@@ -123,6 +125,23 @@ def test_the_rate_is_that_of_a_busy_server_not_of_the_load():
         admission.offer(i, prompt_tokens=9, max_tokens=1, now=now)
     assert admission.expected_wait(0, now) == pytest.approx(5 * 0.1, rel=0.01)
     assert admission.expected_wait(-1, now) == 0.0, "what waits is less urgent"
+
+
+def test_a_long_prompt_on_one_rank_does_not_close_the_others():
+    admission = Admission(limits(prompt_ranks=2, running_tokens=10_000))
+    now = 0.0
+    for i in range(20):
+        admission.offer(i, prompt_tokens=9, max_tokens=1, now=now)
+        admission.started(i, now + 0.1)
+        admission.finished(i, now + 0.1)
+        now += 0.2
+    admission.offer(50, prompt_tokens=80, max_tokens=20, now=now)
+    assert admission.expected_wait(0, now) == 0.0, "the other rank has nothing to do"
+    admission.offer(51, prompt_tokens=9, max_tokens=1, now=now)
+    # One request at a time kept one of two ranks busy: 10 tokens in 0.1 s are what one rank does.
+    assert admission.expected_wait(0, now) == pytest.approx(0.1, rel=0.01)
+    admission.offer(52, prompt_tokens=9, max_tokens=1, now=now)
+    assert admission.expected_wait(0, now) == pytest.approx(0.2, rel=0.01)
 
 
 def test_a_server_that_starts_nothing_is_not_sent_more_and_more():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.scheduler import queue
-from moe_runtime.scheduler.budget import LEAST_STEPS, ChunkBudget
+from moe_runtime.scheduler.budget import AIM, LEAST_STEPS, ChunkBudget
 from moe_runtime.scheduler.queue import WaitingQueue
 from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import Sequence, make_sequence
@@ -134,7 +134,7 @@ def test_a_budget_learns_what_a_row_costs_and_keeps_to_the_target():
     assert budget.rows(8) is None, "nothing is known yet"
     observe(budget, np.random.default_rng(0), 200)
     for decode in (1, 8, 32):
-        exact = (0.05 - 0.010 - 0.0005 * decode) / 0.0002
+        exact = (AIM * 0.05 - 0.010 - 0.0005 * decode) / 0.0002
         assert budget.rows(decode) == pytest.approx(exact, rel=0.1)
     assert budget.rows(0) is None, "nobody waits for a token"
 
@@ -156,7 +156,7 @@ def test_a_budget_follows_a_machine_that_slows_down():
     slow = budget.rows(8)
     assert fast is not None
     assert slow is not None
-    assert slow == pytest.approx((0.05 - 0.014) / 0.0004, rel=0.1)
+    assert slow == pytest.approx((AIM * 0.05 - 0.014) / 0.0004, rel=0.1)
     assert slow < 0.6 * fast
 
 
