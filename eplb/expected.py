@@ -10,6 +10,8 @@ the ranks: nearly as heavy ranks count too, and relieving one of them is worth s
 tightest for p = sqrt(2 ln R) / (relative error of a rank). The allowance has that p; the norm has twice that,
 which was found to choose plans a little better.
 
+Both take the mean rank load for a rank's, which is right for plans that are nearly balanced.
+
 Powers are squarings and roots square roots, which are exact to the last bit on any machine.
 """
 
