@@ -33,7 +33,7 @@ demo: $(SETUP) $(CHECKPOINT)
 
 # Tiny models: a second thread per process only costs.
 test: $(SETUP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not soak" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak" $(PYTEST_ARGS)
 
 soak: $(SETUP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

@@ -1,0 +1,11 @@
+"""How the suite uses two cores: tests that start several processes run one at a time, on one worker,
+while the other worker runs the rest (`make test` passes `-n 2 --dist loadgroup`).
+"""
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("multiproc"):
+            item.add_marker(pytest.mark.xdist_group("multiproc"))
