@@ -44,7 +44,8 @@ def expected_peak(state: State, error: float) -> NDArray[np.float64]:
     norm_L = np.floor(power_LR * FINE).sum(axis=1) / FINE
     for _ in range(exponent + 1):
         norm_L = np.sqrt(norm_L)
-    return top_L * norm_L
+    expected_L: NDArray[np.float64] = top_L * norm_L
+    return expected_L
 
 
 def level_for(state: State, goal_L: NDArray[np.float64], sweeps: int, error: float) -> None:
@@ -77,4 +78,7 @@ def _allowance(state: State, error: float, exponent: int) -> NDArray[np.float64]
     rounded = round(error * ERROR_STEPS) / ERROR_STEPS
     mean_L = state.load_LR.sum(axis=1) / state.load_LR.shape[1]
     factor_L = 2.0**exponent * rounded**2 / 2 / mean_L
-    return np.floor(factor_L[:, None, None] * np.square(state.share_LRN)).sum(axis=2)
+    allowance_LR: NDArray[np.float64] = np.floor(factor_L[:, None, None] * np.square(state.share_LRN)).sum(
+        axis=2
+    )
+    return allowance_LR
