@@ -55,7 +55,12 @@ def tile(heads: int, block_tokens: int, *, itemsize: int, packed: bool, target: 
     return Tile(heads=few, tokens=64 if block_tokens % 64 == 0 else 32)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "table_width",
+        "splits",
+    )
+)
 def _attend(
     q_latent_ptr,  # [D, A, R], contiguous
     q_rope_ptr,
@@ -134,7 +139,7 @@ def _attend(
         tl.store(logs_ptr + row * A * splits + part, largest + tl.log2(total), mask=h < A)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("rows",))
 def _per_head(
     x_ptr,
     w_ptr,
@@ -203,14 +208,12 @@ def attend_latent(
     how = tile(A, S, itemsize=q_latent_DAR.itemsize, packed=packed, target=chip_of(cache_BSE).target)
     splits = max(1, triton.cdiv(plan.max_context, SPLIT_TOKENS))
     parts, logs = empty_splits(D, A, splits if splits > 1 else 0, R, out_DAR.device)
-    grid, kernel, caches = (triton.cdiv(A, how.heads), D, splits), _attend, (cache_BSE,)
-    if packed:
-        kinds = (latent.e4m3(cache_BSE.device), torch.float32, torch.bfloat16)
-        kernel, caches = attend_packed, tuple(cache_BSE.view(kind) for kind in kinds)
-    kernel[grid](
+    kernel = attend_packed if packed else _attend
+    views = (latent.e4m3(cache_BSE.device), torch.float32, torch.bfloat16) if packed else (cache_BSE.dtype,)
+    kernel[(triton.cdiv(A, how.heads), D, splits)](
         q_latent_DAR,
         q_rope_DAd,
-        *caches,
+        *(cache_BSE.view(dtype) for dtype in views),
         plan.blocks_DB,
         plan.context_D,
         out_DAR,
@@ -241,7 +244,7 @@ def multiply_per_head(x_DAK: Tensor, w_AKN: Tensor, out_DAN: Tensor) -> None:
     """out[d, a] = x[d, a] @ w[a]; any strides, but the last of x and out is 1, and one of w's last two."""
     (D, A, K), N = x_DAK.shape, w_AKN.shape[2]
     k_contiguous = w_AKN.stride(1) == 1
-    how = _per_head_tile(x_DAK.itemsize)
+    how = _per_head_tile(K, x_DAK.itemsize)
     _per_head[(triton.cdiv(D, how["BM"]), triton.cdiv(N, how["BN"]), A)](
         x_DAK,
         w_AKN,
@@ -258,19 +261,19 @@ def multiply_per_head(x_DAK: Tensor, w_AKN: Tensor, out_DAN: Tensor) -> None:
         K_CONTIGUOUS=k_contiguous,
         **how,
         num_warps=4,
-        num_stages=_per_head_stages(K),
+        num_stages=3,
         enable_fp_fusion=True,
     )
 
 
-def _per_head_tile(itemsize: int) -> dict[str, int]:
-    """64 rows even for one: the fewest that wgmma takes, and the weights take longer to read than to use."""
-    return {"BM": 64, "BN": 128, "BK": 64} if itemsize == 2 else {"BM": 16, "BN": 64, "BK": 32}
+def _per_head_tile(k: int, itemsize: int) -> dict[str, int]:
+    """64 rows even for one: the fewest that wgmma takes, and the weights take longer to read than to use.
 
-
-def _per_head_stages(k: int) -> int:
-    """No more than there are turns."""
-    return 2 if k <= 128 else 3
+    A short product is one turn: with two, the compiler takes the matrix instructions out of the loop.
+    """
+    if itemsize > 2:
+        return {"BM": 16, "BN": 64, "BK": 32}
+    return {"BM": 64, "BN": 128, "BK": max(16, triton.next_power_of_2(k)) if k <= 128 else 64}
 
 
 def aot_cases(target: Target) -> Iterator[AotCase]:
@@ -337,10 +340,10 @@ def _per_head_case(k: int, n: int, k_contiguous: bool) -> AotCase:
         label=f"per head {k} to {n}",
         kernel=_per_head,
         signature={**dict.fromkeys(pointers, "*bf16"), "rows": "i32", **dict.fromkeys(strides, "i32")},
-        constants={"K": k, "N": n, "K_CONTIGUOUS": k_contiguous, **_per_head_tile(2)},
+        constants={"K": k, "N": n, "K_CONTIGUOUS": k_contiguous, **_per_head_tile(k, 2)},
         aligned=frozenset({*pointers, *strides}),
         num_warps=4,
-        num_stages=_per_head_stages(k),
+        num_stages=3,
         matrix="bf16",
         streams=True,
     )

@@ -32,8 +32,8 @@ def mla_prefill(
     nope = Q - rope
     q_ATQ, out_TAV = q_TAQ.transpose(0, 1), out_TX.view(T, A, -1)
     for group in plan:
-        rows = cache_BSE.index_select(0, group.blocks).flatten(0, 1)
-        entries_ME = latent.entries(rows, rank, q_TAQ.dtype)
+        stored_MX = cache_BSE.index_select(0, group.blocks).flatten(0, 1)
+        entries_ME = latent.entries(stored_MX, rank, q_TAQ.dtype)
         kv_AMX = linear(entries_ME[:, :rank], kv_b_proj).view(len(entries_ME), A, -1).transpose(0, 1)
         k_rope_AdM = entries_ME[:, rank:].t().expand(A, rope, len(entries_ME))
         for rows, keys, ahead in query_blocks(group.parts):

@@ -136,7 +136,12 @@ def split_range(context, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
     return first, tl.maximum(tl.cdiv(context, SPLIT) - first, 1), first_token
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "A",
+        "splits",
+    )
+)
 def _join_splits(
     parts_ptr,
     logs_ptr,

@@ -49,7 +49,12 @@ def _load_tile(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=(
+        "table_width",
+        "splits",
+    )
+)
 def attend_packed(
     q_latent_ptr,  # [D, A, R], contiguous
     q_rope_ptr,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.kernels.interpreter import interpreted
 from tests.kernels.triton.cases import ROWS, normal, poisoned, relative_error
-from tests.kernels.triton.paged import BLOCKS, Paged, dense, expanded, paged
+from tests.kernels.triton.paged import BLOCKS, Paged, dense, paged
 
 mla_decode = interpreted("mla_decode")
 plans = interpreted("paged")
@@ -36,11 +36,16 @@ def decode(cache: Paged, q_DAQ: Tensor, kv_b: Tensor, rows: list[int] | None = N
 
 
 def oracle(cache: Paged, q_DAQ: Tensor, kv_b: Tensor) -> Tensor:
-    heads, rows = q_DAQ.shape[1], []
+    """Absorbed, in float64; absorbed queries and latents are of the queries' type, as in the reference."""
+    heads, dtype, rows = q_DAQ.shape[1], q_DAQ.dtype, []
+    w_uk, w_uv = kv_b.double().view(heads, NOPE + V, RANK).split([NOPE, V], 1)
     for q_AQ, entries in zip(q_DAQ, cache.entries, strict=True):
-        k, v = expanded(entries, kv_b, NOPE, heads)
-        rows.append(dense(q_AQ[None], k, v, SCALE, context=len(entries) - 1).flatten(1))
-    return torch.cat(rows)
+        q_AR = torch.einsum("an,anr->ar", q_AQ[:, :NOPE].double(), w_uk).to(dtype)
+        k_CAE = entries[:, None].expand(-1, heads, -1)
+        q_1AE = torch.cat((q_AR, q_AQ[:, NOPE:]), 1)[None]
+        latent_1AR = dense(q_1AE, k_CAE, k_CAE[..., :RANK], SCALE, context=len(entries) - 1)
+        rows.append(torch.einsum("ar,avr->av", latent_1AR[0].to(dtype).double(), w_uv).flatten())
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize(
