@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 
+from moe_runtime.spec.requests import Structure
 from tests.frontend.server import stub
 from tests.frontend.server.corpus import CHAT, COMPLETIONS, HOSTILE
 from tests.frontend.server.stub import StubServer
@@ -328,6 +329,11 @@ def test_tools(model):
     talk(model, story)
 
 
+def structures(server: StubServer) -> list[Structure | None]:
+    """What the outputs so far were constrained to."""
+    return [r.sampling.structure for r in server.backend.submitted]
+
+
 def test_forced_tools_are_constrained_outputs(model):
     async def story(server: StubServer, client):
         server.backend.outputs = ['{"city": "Rome"}', '[{"name": "weather", "parameters": {"city": "Rome"}}]']
@@ -339,7 +345,7 @@ def test_forced_tools_are_constrained_outputs(model):
         second = (await client.chat.completions.create(**asked, tool_choice="required")).choices[0]
         assert json.loads(second.message.tool_calls[0].function.arguments) == {"city": "Rome"}
         assert second.finish_reason == "tool_calls"
-        schemas = [json.loads(r.sampling.structure.schema) for r in server.backend.submitted]
+        schemas: list = [json.loads(s.schema) for s in structures(server) if s is not None]
         assert schemas[0] == TOOLS[0]["function"]["parameters"]
         assert schemas[1]["items"]["anyOf"][0]["properties"]["name"] == {"const": "weather"}
 
@@ -357,10 +363,11 @@ def test_response_formats(model):
         ]
         for form in formats:
             await client.chat.completions.create(model="stub", messages=HI, response_format=form)
-        structures = [r.sampling.structure for r in server.backend.submitted]
-        assert structures[0] is None
-        assert structures[1].kind == "json"
-        assert json.loads(structures[2].schema) == schema
+        free, any_json, given = structures(server)
+        assert free is None
+        assert any_json == Structure(kind="json")
+        assert given is not None
+        assert json.loads(given.schema) == schema
 
     talk(model, story)
 
