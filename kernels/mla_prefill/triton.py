@@ -180,15 +180,15 @@ def _attend_constants(S: int, nope: int, rope: int, v_dim: int, width: int, pack
 
 
 def aot_cases(target: Target) -> Iterator[AotCase]:
-    """Both steps, both kinds of cache, in blocks of 64; attention in blocks of 16 as well.
+    """Both steps over both kinds of cache in blocks of 16 and 64.
 
     The heads are run-time numbers: DeepSeek-V3 and Kimi-K2 share their cases.
     """
     model = shapes.DEEPSEEK_V3
     for packed in (False, True):
-        yield _expand_case(model, target, packed)
-    for S, packed in ((16, False), (64, False), (64, True)):
-        yield _attend_case(model, target, S, packed=packed)
+        for S in (16, 64):
+            yield _expand_case(model, target, S, packed=packed)
+            yield _attend_case(model, target, S, packed=packed)
 
 
 def _width(model: shapes.ModelShape, packed: bool) -> int:
@@ -196,7 +196,7 @@ def _width(model: shapes.ModelShape, packed: bool) -> int:
     return latent.row_bytes(rank, rope) if packed else rank + rope
 
 
-def _expand_case(model: shapes.ModelShape, target: Target, packed: bool) -> AotCase:
+def _expand_case(model: shapes.ModelShape, target: Target, S: int, *, packed: bool) -> AotCase:
     how = expand_tile(2, packed=packed, target=target)
     warps, stages = how.pop("num_warps"), how.pop("num_stages")
     pointers = {
@@ -208,10 +208,10 @@ def _expand_case(model: shapes.ModelShape, target: Target, packed: bool) -> AotC
     }
     return AotCase(
         operation="mla_prefill",
-        label=f"expand {'packed' if packed else 'bf16'} {how['BM']}x{how['BN']}x{how['BK']}",
+        label=f"expand {'packed' if packed else 'bf16'} page {S} {how['BM']}x{how['BN']}x{how['BK']}",
         kernel=_expand,
         signature={**pointers, "M": "i32", "N": "i32"},
-        constants={**_expand_constants(64, model.latent_rank, _width(model, packed), packed), **how},
+        constants={**_expand_constants(S, model.latent_rank, _width(model, packed), packed), **how},
         aligned=frozenset({*pointers, "M", "N"}),
         num_warps=warps,
         num_stages=stages,
@@ -239,5 +239,5 @@ def _attend_case(model: shapes.ModelShape, target: Target, S: int, *, packed: bo
         num_stages=how.stages,
         matrix="bf16",
         streams=True,
-        representative=packed and target is GFX_942,
+        representative=packed and S == 64 and target is GFX_942,
     )

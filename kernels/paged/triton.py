@@ -175,10 +175,11 @@ def _join_splits(
 def aot_cases(target: Target) -> Iterator[AotCase]:
     """The join of latents and of GQA heads, in the lengths that the two launchers cut."""
     del target
-    for width, split_tokens in ((shapes.DEEPSEEK_V3.latent_rank, 1024), (shapes.QWEN3_235B.head_dim, 512)):
+    latents, heads = shapes.DEEPSEEK_V3.latent_rank, shapes.QWEN3_235B.head_dim
+    for width, split_tokens, window in ((latents, 1024, 0), (heads, 512, 0), (heads, 512, 128)):
         yield AotCase(
             operation="paged",
-            label=f"join {width} x {split_tokens}",
+            label=f"join {width} x {split_tokens}" + f" window {window}" * (window > 0),
             kernel=_join_splits,
             signature={
                 "parts_ptr": "*fp32",
@@ -188,7 +189,7 @@ def aot_cases(target: Target) -> Iterator[AotCase]:
                 "A": "i32",
                 "splits": "i32",
             },
-            constants={"V": width, "SPLIT": split_tokens, "WINDOW": 0},
+            constants={"V": width, "SPLIT": split_tokens, "WINDOW": window},
             aligned=frozenset({"parts_ptr", "logs_ptr", "context_ptr", "out_ptr"}),
             num_warps=_join_warps(width),
         )

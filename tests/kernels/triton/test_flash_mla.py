@@ -32,7 +32,7 @@ def fake(two_tensors: bool) -> ModuleType:
     def get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
         assert cache_seqlens.dtype == torch.int32
         assert (num_heads_per_head_k, num_heads_k) == (HEADS, 1)
-        module.calls.append("metadata")  # type: ignore[attr-defined]
+        module.calls.append("metadata")
         if two_tensors:
             splits = torch.arange(len(cache_seqlens) + 1, dtype=torch.int32)
             return torch.zeros(132, 8, dtype=torch.int32), splits
@@ -49,7 +49,7 @@ def fake(two_tensors: bool) -> ModuleType:
         softmax_scale=None,
         causal=False,
     ):
-        module.calls.append("attend")  # type: ignore[attr-defined]
+        module.calls.append("attend")
         D = len(q)
         assert q.shape == (D, 1, HEADS, 576)
         assert q.stride(-1) == k_cache.stride(-1) == block_table.stride(-1) == 1
