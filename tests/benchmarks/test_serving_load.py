@@ -44,6 +44,7 @@ def bench(load, tmp_path: Path, times: list[int], hash_ids: list[list[int]] | No
         folder=tmp_path,
         out=io.StringIO(),
         seconds=1.0,
+        rounds=1,
         ttft_ms=100.0,
         requests=requests,
         prompts=[[i] * r.input_length for i, r in enumerate(requests)],
