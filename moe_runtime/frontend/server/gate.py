@@ -69,7 +69,7 @@ class Gate:
                 await self._app(scope, self._limited(receive), send_with_id)
         finally:
             note["ms"] = round(1e3 * (time.monotonic() - start), 1)
-            if scope["path"] not in OPEN_PATHS or (note["status"] or 500) >= 500:
+            if scope["path"] not in OPEN_PATHS or note["status"] in (None, 500):
                 self._log("request", note)
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:

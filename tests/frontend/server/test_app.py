@@ -13,7 +13,7 @@ from tests.frontend.server.corpus import CHAT, COMPLETIONS, HOSTILE
 from tests.frontend.server.stub import StubServer
 
 HI = [{"role": "user", "content": "hi"}]
-TOOLS = [
+TOOLS: list[dict] = [
     {
         "type": "function",
         "function": {
