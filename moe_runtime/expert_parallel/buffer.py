@@ -103,6 +103,7 @@ class Buffer(Protocol):
     def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> Sent[Rows]:
         """Send row t to each slot of slot_ids_TK[t] (int64, -1 sends nothing). T = 0 is legal.
 
+        The slots of a token are distinct: the capacity of `MaskedRows` rests on it, and so does DeepEP.
         `weights_TK` fp32 already include the routed scale.
         """
         ...

@@ -298,11 +298,17 @@ class _Half:
         N, H = len(rank_N), self._own_values_MH.shape[1]
         values = self._values_RM[rank_N, token_N].view(np.uint8)
         x_NH = torch.from_numpy(values).view(self._dtype).view(N, H)
-        return x_NH, torch.from_numpy(self._scales_RMB[rank_N, token_N]) if self._scaled else None
+        if not self._scaled:
+            return x_NH, None
+        # Flat in between: of no rows with one scale each, numpy's strides are none that torch can view.
+        scales = self._scales_RMB[rank_N, token_N].reshape(-1)
+        return x_NH, torch.from_numpy(scales).view(N, self._scales_RMB.shape[2])
 
     def return_rows(self, y_NH: Tensor, state: _State) -> None:
         """Write output rows to where their senders sum them."""
         assert y_NH.dtype == self.returned.dtype, f"outputs in {y_NH.dtype}, not {self.returned.dtype}"
+        if not len(y_NH):
+            return  # of no rows, `contiguous` mends no strides
         rows: NDArray[Any] = y_NH.contiguous().view(torch.uint8).numpy()
         rows_N = rows.view(self._outputs_RMK.dtype)[:, 0]
         self._outputs_RMK[state.rank_N, state.token_N, state.k_N] = rows_N

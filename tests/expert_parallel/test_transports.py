@@ -88,6 +88,19 @@ def test_sizes_that_other_libraries_refuse(tmp_path, make, ranks):
     )
 
 
+@pytest.mark.parametrize("layout", ["grouped", "masked"])
+def test_no_rows_of_one_scale_each_in_either_layout(tmp_path, layout):
+    case = Case(tokens=(0,), hidden=128, payload="float8_e4m3", layout=layout)
+    assert run_cases(Rank(0, 1, tmp_path), make_shm, [case]) == []
+
+
+def test_outputs_that_are_no_rows_may_have_any_strides(tmp_path):
+    case = Case(tokens=(0,))
+    sent, buffer = inputs(case, 0), make_shm(case, Rank(0, 1, tmp_path), "none")
+    rows = buffer.dispatch(sent.x_TH, sent.slot_ids_TK, sent.weights_TK).wait()
+    assert buffer.combine(torch.empty(0, case.hidden, 2)[..., 0], rows).wait().shape == (0, case.hidden)
+
+
 LIMITS = AgreeLimits(max_batch_tokens=1024, chunk_tokens=0, dispatch_max_tokens=256)
 
 
