@@ -86,8 +86,7 @@ def _splitmix64(x_T: Tensor) -> Tensor:
     z_T = x_T + _signed(0x9E3779B97F4A7C15)
     z_T = (z_T ^ _shift(z_T, 30)) * _signed(0xBF58476D1CE4E5B9)
     z_T = (z_T ^ _shift(z_T, 27)) * _signed(0x94D049BB133111EB)
-    mixed_T: Tensor = z_T ^ _shift(z_T, 31)
-    return mixed_T
+    return z_T ^ _shift(z_T, 31)
 
 
 def _signed(bits: int) -> int:
@@ -96,4 +95,5 @@ def _signed(bits: int) -> int:
 
 def _shift(x_T: Tensor, bits: int) -> Tensor:
     """To the right, with zeros coming in."""
-    return (x_T >> bits) & (2 ** (64 - bits) - 1)
+    shifted_T: Tensor = (x_T >> bits) & (2 ** (64 - bits) - 1)
+    return shifted_T
