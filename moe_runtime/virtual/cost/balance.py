@@ -1,0 +1,128 @@
+"""Balance: how unevenly a step's rows fall on the ranks, by the number of tokens in it.
+
+Owns the table of spreads a cost model looks up, drawn from expert loads through a placement: an expert's
+load drifts from step to step (log-normal, one drift for all tokens of a step), tokens choose at random.
+Pure and seeded. L layers, E experts, R ranks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_runtime.placement.placement import Placement
+from moe_runtime.virtual.cost.links import EVEN, Spread
+
+BINS = 3  # equal parts of layers and steps, from even to uneven
+DRAWS = 8
+GRID = 4.0  # ratio of the token numbers of the table
+LARGEST = 4.0**13
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Spreads by tokens of a micro-batch, all ranks together.
+
+    tokens_G    grid, ascending
+    rows_GB, ranks_GB, nodes_GB  largest over mean, see `Spread`, by grid point and bin
+    """
+
+    tokens_G: NDArray[np.float64]
+    rows_GB: NDArray[np.float64]
+    ranks_GB: NDArray[np.float64]
+    nodes_GB: NDArray[np.float64]
+
+    def spreads(self, tokens: float) -> tuple[Spread, ...]:
+        """Spread of each bin; between grid points the largest loads, not their ratios, are interpolated."""
+        grid = self.tokens_G
+        at = int(np.searchsorted(grid, tokens))
+        if at == 0 or len(grid) == 1:
+            low = high = 0
+            weight = 0.0
+        elif at == len(grid):
+            low = high = at - 1
+            weight = 0.0
+        else:
+            low, high = at - 1, at
+            weight = float((tokens - grid[low]) / (grid[high] - grid[low]))
+        scale = (1 - weight) * grid[low] / tokens if weight else 1.0
+        other = weight * grid[high] / tokens if weight else 0.0
+        tables = (self.rows_GB, self.ranks_GB, self.nodes_GB)
+        columns = [(t[low] * scale + t[high] * other).tolist() for t in tables]
+        return tuple(Spread(*values) for values in zip(*columns, strict=True))
+
+    def balancedness(self, tokens: float) -> float:
+        """Mean over layers and steps of mean load / largest load."""
+        return float(np.mean([1 / s.rows for s in self.spreads(tokens)]))
+
+
+_ONE = np.ones((1, 1))
+EVEN_BALANCE = Balance(np.ones(1), _ONE, _ONE, _ONE)
+__all__ = ["EVEN", "EVEN_BALANCE", "Balance", "Spread", "draw_balance"]
+
+
+def draw_balance(
+    load_LE: NDArray[np.float64],
+    placement: Placement,
+    *,
+    top_k: int,
+    drift: float,
+    ranks_per_node: int = 8,
+    seed: int = 0,
+    draws: int = DRAWS,
+) -> Balance:
+    """Spreads of `placement` under loads that are `load_LE` on average.
+
+    load_LE  [L, E], any unit: the long-run load; one row per MoE layer of the placement
+    drift    standard deviation of an expert's log load from step to step
+    """
+    rng = np.random.default_rng(seed)
+    L, E = load_LE.shape
+    probability_LE = load_LE / load_LE.sum(axis=1, keepdims=True)
+    drifted = []
+    for _ in range(draws):
+        noisy_LE = probability_LE * np.exp(drift * rng.standard_normal((L, E)))
+        drifted.append(noisy_LE / noisy_LE.sum(axis=1, keepdims=True))
+    grid = GRID ** np.arange(0, np.log(LARGEST) / np.log(GRID) + 0.5)
+    nodes = -(-placement.num_ranks // ranks_per_node)
+    out = np.zeros((3, len(grid), BINS))
+    for g, tokens in enumerate(grid):
+        ratio = np.concatenate(
+            [
+                _largest(rng.poisson(tokens * top_k * p_LE).astype(np.float64), placement, nodes, top_k)
+                for p_LE in drifted
+            ],
+            axis=1,
+        )
+        order = np.sort(ratio, axis=1)
+        out[:, g] = np.stack([part.mean(axis=1) for part in np.array_split(order, BINS, axis=1)], axis=1)
+    # The largest load cannot fall as tokens are added; draws may say so by chance.
+    largest = np.maximum.accumulate(out * grid[None, :, None], axis=1) / grid[None, :, None]
+    return Balance(grid, largest[0], largest[1], largest[2])
+
+
+def _largest(
+    rows_LE: NDArray[np.float64], placement: Placement, nodes: int, top_k: int
+) -> NDArray[np.float64]:
+    """[3, L]: largest over mean of rows per rank, tokens reaching a rank, tokens reaching a node."""
+    load_LR = placement.rank_load(rows_LE)
+    total_L = np.maximum(load_LR.sum(axis=1, keepdims=True), 1.0)
+    share_LR = load_LR / total_L
+    L, R = share_LR.shape
+    per_node = -(-R // nodes)
+    padded = np.zeros((L, nodes * per_node))
+    padded[:, :R] = share_LR
+    share_LN = padded.reshape(L, nodes, per_node).sum(axis=2)
+    reach = [1 - (1 - np.minimum(s, 1.0)) ** top_k for s in (share_LR, share_LN)]
+    return np.stack(
+        [
+            _over_mean(share_LR),
+            _over_mean(reach[0]),
+            _over_mean(reach[1]),
+        ]
+    )
+
+
+def _over_mean(value: NDArray[np.float64]) -> NDArray[np.float64]:
+    mean = value.mean(axis=1)
+    return np.where(mean > 0, value.max(axis=1) / np.maximum(mean, 1e-300), 1.0)

@@ -1,0 +1,238 @@
+"""Links: seconds of dispatch, combine, all-reduce and bulk copies, from libraries' published tables.
+
+Owns what travels over which link. Times follow the slowest of: what the busiest rank sends, what the busiest
+rank receives, over RDMA and over the scale-up links. Knows nothing of kernels or of what computes meanwhile.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from moe_runtime.errors import InputError
+from moe_runtime.spec.bytes import wire_row_bytes
+from moe_runtime.spec.limits import DispatchMode
+from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.cost.constants import Constants, Library, Machine
+from moe_runtime.virtual.cost.deployment import Setting
+
+NODE = 8  # ranks of a node in the published measurements
+
+
+class Spread(NamedTuple):
+    """How unevenly rows arrive, each the largest over the mean, 1 if even.
+
+    rows    (token, expert) rows a rank gets: what its experts compute
+    ranks   tokens that reach a rank at least once
+    nodes   tokens that reach a node at least once
+    """
+
+    rows: float = 1.0
+    ranks: float = 1.0
+    nodes: float = 1.0
+
+
+EVEN = Spread()
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Transfers of one instance. `transfer` and `bulk` are the calls; build with `make_links`.
+
+    step(mode, direction, busiest, mean, spread) is in seconds per MoE layer.
+    """
+
+    _low_latency: Callable[[int, float, float, Spread], float]
+    _normal: Callable[[int, float, float, Spread], float]
+    _all_reduce: Callable[[float], float]
+    _bulk: Callable[[float, float], float]
+
+    def transfer(
+        self, mode: DispatchMode, direction: int, busiest: float, mean: float, spread: Spread = EVEN
+    ) -> float:
+        """Seconds of one dispatch (direction 0) or combine (1) of one micro-batch.
+
+        busiest, mean  tokens of the rank with most tokens, and of the mean rank
+        """
+        call = self._low_latency if mode == "low_latency" else self._normal
+        return call(direction, busiest, mean, spread)
+
+    def all_reduce(self, num_bytes: float) -> float:
+        """Seconds of one all-reduce of `num_bytes` within the attention group."""
+        return self._all_reduce(num_bytes)
+
+    def bulk(self, num_bytes: float, sharing: float = 1.0) -> float:
+        """Seconds of a copy between devices of different nodes; `sharing` copies at a time share the link."""
+        return self._bulk(num_bytes, sharing)
+
+
+def make_links(model: ModelSpec, setting: Setting, machine: Machine, constants: Constants) -> Links:
+    """The links of an instance. InputError where ranks cannot reach each other."""
+    hardware = machine.hardware
+    one_domain = setting.ranks <= hardware.scaleup_world
+    if not one_domain and hardware.rdma_bandwidth is None:
+        raise InputError(
+            f"{hardware.name}: {setting.ranks} ranks are more than its scale-up domain of"
+            f" {hardware.scaleup_world}, and its datasheet row names no RDMA"
+        )
+    name = setting.library or machine.library
+    if name not in constants.libraries:
+        raise InputError(f"library {name!r}: one of {', '.join(constants.libraries)}")
+    library = constants.libraries[name]
+    rows = (
+        wire_row_bytes(model.hidden, setting.precision.dispatch),
+        wire_row_bytes(model.hidden, setting.precision.combine),
+    )
+    reduce, bulk = _all_reduce(setting, machine, constants), _bulk(machine, constants)
+    if setting.ranks == 1 or setting.experts == "tensor_parallel":
+        return Links(_nothing, _nothing, reduce, bulk)
+    if one_domain and hardware.scaleup_world > NODE:
+        one_sided = _one_sided(model, setting, machine, constants, rows)
+        return Links(one_sided, one_sided, reduce, bulk)
+    low = _low_latency(model, setting, machine, library, rows)
+    return Links(low, _normal(model, setting, machine, library, rows), reduce, bulk)
+
+
+def _nothing(direction: int, busiest: float, mean: float, spread: Spread) -> float:
+    return 0.0
+
+
+def _low_latency(
+    model: ModelSpec, setting: Setting, machine: Machine, library: Library, rows: tuple[int, int]
+) -> Callable[[int, float, float, Spread], float]:
+    """A row per (token, expert), all of them over the slowest link their destination needs.
+
+    Start: what the published time has over its bytes at the line rate, at this EP degree.
+    """
+    table, k = library.low_latency, model.moe.slots_per_token
+    away = _away(setting) if table.scaleup_used else 1.0
+    alone = setting.ranks <= machine.hardware.scaleup_world and table.scaleup_used
+    share = table.scaleup_measured_share if alone else 1.0
+    line = (machine.hardware.scaleup_bandwidth * share) if alone else _rdma(machine)
+    starts = []
+    for curve, dtype in ((table.dispatch, "float8_e4m3"), (table.combine, "bfloat16")):
+        size = table.tokens * table.top_k * wire_row_bytes(table.hidden, dtype)
+        rest = []
+        for ranks, taken in curve:
+            inside = table.scaleup_used and ranks <= NODE
+            rate = table.scaleup * table.scaleup_measured_share if inside else table.rdma
+            part = 1.0 if inside or not table.scaleup_used else 1 - NODE / ranks
+            rest.append((ranks, max(0.0, taken - size * part / rate)))
+        starts.append(interpolate(rest, setting.ranks))
+    per_token = tuple(k * size * (1.0 if alone else away) / line for size in rows)
+
+    def seconds(direction: int, busiest: float, mean: float, spread: Spread) -> float:
+        return starts[direction] + per_token[direction] * max(busiest, mean * spread.rows)
+
+    return seconds
+
+
+def _normal(
+    model: ModelSpec, setting: Setting, machine: Machine, library: Library, rows: tuple[int, int]
+) -> Callable[[int, float, float, Spread], float]:
+    """A row per distinct node over RDMA, from there one per distinct rank over the scale-up links."""
+    table, hardware = library.normal, machine.hardware
+    nodes = setting.nodes
+    inside = [s / table.scaleup_line * hardware.scaleup_bandwidth for s in table.scaleup]
+    reached_ranks = distinct_ranks(model, setting)
+    near = tuple(reached_ranks * rows[d] / inside[d] for d in (0, 1))
+    far = (0.0, 0.0)
+    if nodes > 1:
+        reached = distinct_nodes(model, setting) * (1 - 1 / nodes)
+        curve = [(ranks, [rate * (1 - NODE / ranks) for rate in rates]) for ranks, *rates in table.rdma]
+        scale = _rdma(machine) / table.line
+        rates = [interpolate([(r, v[d]) for r, v in curve], setting.ranks) * scale for d in (0, 1)]
+        far = (reached * rows[0] / rates[0], reached * rows[1] / rates[1])
+
+    def seconds(direction: int, busiest: float, mean: float, spread: Spread) -> float:
+        return table.start + max(
+            far[direction] * max(busiest, mean * spread.nodes),
+            near[direction] * max(busiest, mean * spread.ranks),
+        )
+
+    return seconds
+
+
+def _one_sided(
+    model: ModelSpec, setting: Setting, machine: Machine, constants: Constants, rows: tuple[int, int]
+) -> Callable[[int, float, float, Spread], float]:
+    """A row per distinct rank, all ranks in one scale-up domain."""
+    table = constants.one_sided
+    starts = [interpolate(curve, setting.ranks) for curve in (table.dispatch, table.combine)]
+    line = machine.hardware.scaleup_bandwidth * table.share
+    per_token = [distinct_ranks(model, setting) * size / line for size in rows]
+
+    def seconds(direction: int, busiest: float, mean: float, spread: Spread) -> float:
+        return starts[direction] + per_token[direction] * max(busiest, mean * spread.ranks)
+
+    return seconds
+
+
+def _all_reduce(setting: Setting, machine: Machine, constants: Constants) -> Callable[[float], float]:
+    """Ring over the scale-up links; over several nodes each rank then reduces its shard over RDMA."""
+    group, c, hardware = setting.tensor_parallel, constants.collective, machine.hardware
+    if group == 1:
+        return lambda num_bytes: 0.0
+    world = min(group, hardware.scaleup_world)
+    nodes = -(-group // world)
+    start = c.node_start + (c.network_start if nodes > 1 else 0.0)
+    per_byte = 2 * (world - 1) / world / (hardware.scaleup_bandwidth * c.scaleup_share)
+    if nodes > 1:
+        per_byte += 2 * (nodes - 1) / nodes / world / _rdma(machine)
+    return lambda num_bytes: start + per_byte * num_bytes
+
+
+def _bulk(machine: Machine, constants: Constants) -> Callable[[float, float], float]:
+    c, hardware = constants.collective, machine.hardware
+    line = hardware.rdma_bandwidth or hardware.scaleup_bandwidth
+    return lambda num_bytes, sharing: c.bulk_start + num_bytes * max(sharing, 1.0) / (line * c.bulk_share)
+
+
+def distinct_nodes(model: ModelSpec, setting: Setting) -> float:
+    """Mean number of nodes a token's experts lie on.
+
+    With group-limited routing and whole groups on nodes: j of a node's g groups are kept with hypergeometric
+    probability, and given j of G kept groups it gets none of the K experts with probability (1 - j / G)^K.
+    """
+    router, nodes = model.moe.router, setting.nodes
+    groups, kept, k = router.num_groups, router.kept_groups, router.top_k
+    if groups == 1 or groups % nodes or not setting.groups_stay:
+        return nodes * (1 - (1 - 1 / nodes) ** k)
+    mine = groups // nodes
+    total = math.comb(groups, kept)
+    hit = sum(
+        math.comb(mine, j) * math.comb(groups - mine, kept - j) / total * (1 - (1 - j / kept) ** k)
+        for j in range(1, min(mine, kept) + 1)
+    )
+    return nodes * hit
+
+
+def distinct_ranks(model: ModelSpec, setting: Setting) -> float:
+    """Mean number of ranks a token's experts lie on; kept groups narrow the choice of ranks."""
+    router = model.moe.router
+    choice = setting.ranks
+    if router.num_groups > 1 and setting.groups_stay and router.num_groups % setting.nodes == 0:
+        choice = max(1, setting.ranks * router.kept_groups // router.num_groups)
+    return choice * (1 - (1 - 1 / choice) ** router.top_k)
+
+
+def interpolate(curve: list[tuple[int, float]] | tuple[tuple[int, float], ...], ranks: int) -> float:
+    """Linear in log2 of the EP degree, constant beyond the ends of the table."""
+    if ranks <= curve[0][0]:
+        return curve[0][1]
+    for (a, low), (b, high) in zip(curve, curve[1:], strict=False):
+        if ranks <= b:
+            return low + (high - low) * math.log2(ranks / a) / math.log2(b / a)
+    return curve[-1][1]
+
+
+def _away(setting: Setting) -> float:
+    """Share of rows whose destination is on another node."""
+    return 1 - min(setting.ranks_per_node, setting.ranks) / setting.ranks
+
+
+def _rdma(machine: Machine) -> float:
+    rate = machine.hardware.rdma_bandwidth
+    if rate is None:
+        raise InputError(f"{machine.hardware.name}: its datasheet row names no RDMA")
+    return rate
