@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 # Instruction of a matrix unit in PTX or AMD assembly -> the kind it is reported as.
 _MATRIX = (
@@ -86,7 +85,7 @@ def matrix_instructions(text: str) -> Mapping[str, int]:
     found: Counter[str] = Counter()
     for pattern, kind in _MATRIX:
         found.update(kind.format(match.group(1)) for match in pattern.finditer(text))
-    return MappingProxyType(dict(found))
+    return dict(found)
 
 
 def local_memory_accesses(sass: str) -> int:
@@ -169,4 +168,4 @@ def _measure(names: Iterable[str]) -> Loop:
             loads[next((_SASS_WIDTH[p] for p in name.split(".") if p in _SASS_WIDTH), 4)] += 1
         elif amd := _AMD_LOAD.match(name):
             loads[next(width for pattern, width in _AMD_WIDTH if pattern.search(amd.group(2)))] += 1
-    return Loop(instructions=count, matrix=matrix, loads=MappingProxyType(dict(loads)), bulk=bulk)
+    return Loop(instructions=count, matrix=matrix, loads=dict(loads), bulk=bulk)
