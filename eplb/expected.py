@@ -51,6 +51,8 @@ def expected_peak(state: State, error: float) -> NDArray[np.float64]:
 def level_for(state: State, goal_L: NDArray[np.float64], sweeps: int, error: float) -> None:
     """Level the shares of replicated experts, in place, so that ranks stand level with their allowances.
 
+    goal_L  peak, without allowances, at which a layer is left alone; the mean allowance comes on top
+
     Allowances are those of the shares before; who levels again comes nearer.
     """
     exponent = _exponent(state, error)
@@ -59,7 +61,7 @@ def level_for(state: State, goal_L: NDArray[np.float64], sweeps: int, error: flo
         return
     allowance_LR = _allowance(state, error, exponent)
     state.load_LR += allowance_LR
-    level_shares(state, goal_L, sweeps)
+    level_shares(state, goal_L + allowance_LR.mean(axis=1), sweeps)
     state.load_LR -= allowance_LR
 
 

@@ -23,78 +23,112 @@ def level_shares(state: State, goal_L: NDArray[np.float64], sweeps: int) -> None
     if not len(active):
         return
     part = state.take(active)
-    sites = _Sites.of(part)
+    turns = _turns(part)
+    on_L = np.ones(len(active), bool)
     for _ in range(sweeps):
         before = part.peak_L
-        for k in range(sites.units_LX.shape[1]):
-            _level(part, sites, k)
+        for turn in turns:
+            _level(part, turn)
         after = part.peak_L
-        done = (after <= goal_L[active]) | (before - after < LEAST_PROGRESS * before)
-        if done.any():
-            state.put(active, part)
-            active = active[~done]
-            if not len(active):
-                return
-            part, sites = state.take(active), sites.take(~done)
+        done_L = on_L & ((after <= goal_L[active]) | (before - after < LEAST_PROGRESS * before))
+        if done_L.any():
+            on_L &= ~done_L
+            if not on_L.any():
+                break
+            turns = [turn.of(on_L) for turn in turns]
     state.put(active, part)
 
 
 @dataclass(slots=True)
-class _Sites:
-    """Where the replicated experts of each layer sit: X experts, C replicas, padded.
+class _Turn:
+    """M experts, of any layers, that no rank has two of: levelling one does not change what another sees.
 
-    units_LX float64, 0 pads; flat_LXC int64: index into the layer's R * N slots, 0 pads; real_LXC bool.
+    C is the largest number of their replicas. slot_MC and rank_MC are places in the part's flattened slots and
+    ranks; where not `real_MC` they pad.
     """
 
-    units_LX: NDArray[np.float64]
-    flat_LXC: NDArray[np.int64]
-    real_LXC: NDArray[np.bool_]
+    layer_M: NDArray[np.intp]
+    units_M: NDArray[np.float64]
+    slot_MC: NDArray[np.int64]
+    rank_MC: NDArray[np.int64]
+    real_MC: NDArray[np.bool_]
 
-    @classmethod
-    def of(cls, part: State) -> "_Sites":
-        L, R, N = part.expert_LRN.shape
-        E = part.units_LE.shape[1]
-        experts = part.expert_LRN.reshape(L, R * N)
-        order = np.where(experts < 0, E, experts).argsort(axis=1, kind="stable")
-        first = part.count_LE.cumsum(axis=1) - part.count_LE
-        many = part.count_LE > 1
-        X, C = int(many.sum(axis=1).max()), int(part.count_LE.max())
-        rows, ids = np.nonzero(many)
-        place = (many.cumsum(axis=1) - 1)[rows, ids]
-        units, flat = np.zeros((L, X)), np.zeros((L, X, C), np.int64)
-        real = np.zeros((L, X, C), bool)
-        units[rows, place] = part.units_LE[rows, ids]
-        counts = part.count_LE[rows, ids]
-        real[rows, place] = np.arange(C) < counts[:, None]
-        at = np.minimum(first[rows, ids][:, None] + np.arange(C), R * N - 1)
-        flat[rows, place] = np.where(real[rows, place], order[rows[:, None], at], 0)
-        return cls(units, flat, real)
-
-    def take(self, keep: NDArray[np.bool_]) -> "_Sites":
-        return _Sites(self.units_LX[keep], self.flat_LXC[keep], self.real_LXC[keep])
+    def of(self, on_L: NDArray[np.bool_]) -> "_Turn":
+        """The experts of the given layers."""
+        keep_M = on_L[self.layer_M]
+        return _Turn(
+            self.layer_M[keep_M],
+            self.units_M[keep_M],
+            self.slot_MC[keep_M],
+            self.rank_MC[keep_M],
+            self.real_MC[keep_M],
+        )
 
 
-def _level(part: State, sites: _Sites, k: int) -> None:
-    """Water-fill the k-th replicated expert of every layer over its ranks, in whole units."""
-    L, _, N = part.expert_LRN.shape
-    row = np.arange(L)[:, None]
-    flat, real, units = sites.flat_LXC[:, k], sites.real_LXC[:, k], sites.units_LX[:, k, None]
-    rank, slot = np.divmod(flat, N)
-    share = np.where(real, part.share_LRN[row, rank, slot], 0.0)
-    base = np.where(real, part.load_LR[row, rank] - share, np.inf)
+def _turns(part: State) -> list[_Turn]:
+    """The replicated experts of all layers; those of a layer that share a rank in the order of their ids."""
+    L, R, N = part.expert_LRN.shape
+    E = part.units_LE.shape[1]
+    flat = part.expert_LRN.reshape(L, R * N)
+    order = np.where(flat < 0, E, flat).argsort(axis=1, kind="stable")
+    first = part.count_LE.cumsum(axis=1) - part.count_LE
+    layer_X, expert_X = np.nonzero(part.count_LE > 1)
+    count_X = part.count_LE[layer_X, expert_X]
+    C = int(count_X.max())
+    real_XC = np.arange(C) < count_X[:, None]
+    at_XC = np.minimum(first[layer_X, expert_X][:, None] + np.arange(C), R * N - 1)
+    slot_XC = order[layer_X[:, None], at_XC]
+    rank_XC = layer_X[:, None] * R + slot_XC // N
+    slot_XC = layer_X[:, None] * (R * N) + slot_XC
+    turn_X = _turn_numbers(rank_XC, real_XC, layer_X, L * R)
+    turns = []
+    for number in range(int(turn_X.max()) + 1):
+        own = np.flatnonzero(turn_X == number)
+        width = int(count_X[own].max())
+        turns.append(
+            _Turn(
+                layer_X[own],
+                part.units_LE[layer_X[own], expert_X[own]],
+                slot_XC[own, :width],
+                rank_XC[own, :width],
+                real_XC[own, :width],
+            )
+        )
+    return turns
+
+
+def _turn_numbers(
+    rank_XC: NDArray[np.int64], real_XC: NDArray[np.bool_], layer_X: NDArray[np.intp], ranks: int
+) -> NDArray[np.int64]:
+    """int64 [X]: for each expert, the first turn after those of the experts before it on its ranks."""
+    turn_X = np.zeros(len(layer_X), np.int64)
+    next_R = np.zeros(ranks, np.int64)  # the first turn in which nothing happens on a rank any more
+    place_X = np.arange(len(layer_X)) - np.searchsorted(layer_X, layer_X)  # of an expert in its layer
+    for place in range(int(place_X.max()) + 1):
+        own = np.flatnonzero(place_X == place)
+        rank_MC, real_MC = rank_XC[own], real_XC[own]
+        turn_X[own] = np.where(real_MC, next_R[rank_MC], 0).max(axis=1)
+        next_R[rank_MC[real_MC]] = np.repeat(turn_X[own] + 1, real_MC.sum(axis=1))
+    return turn_X
+
+
+def _level(part: State, turn: _Turn) -> None:
+    """Water-fill each of the turn's experts over its ranks, in whole units."""
+    L, R, N = part.expert_LRN.shape
+    share_S, load_R = part.share_LRN.reshape(L * R * N), part.load_LR.reshape(L * R)
+    real = turn.real_MC
+    share = np.where(real, share_S[turn.slot_MC], 0.0)
+    base = np.where(real, load_R[turn.rank_MC] - share, np.inf)
     ordered = np.sort(base, axis=1)
-    levels = (units + ordered.cumsum(axis=1)) / np.arange(1, base.shape[1] + 1)
+    levels = (turn.units_M[:, None] + ordered.cumsum(axis=1)) / np.arange(1, base.shape[1] + 1)
     # The water stands over the first m ranks, m the last with a level above its own base.
-    above = (levels > ordered) & np.isfinite(ordered)
-    m = np.maximum(above.sum(axis=1) - 1, 0)
-    level = np.where(real[:, :1], levels[np.arange(L), m][:, None], 0.0)
-    new = np.maximum(np.floor(level - np.where(real, base, level)), 0.0)
-    new[:, 0] += np.where(real[:, 0], units[:, 0] - new.sum(axis=1), 0.0)  # the rounding
-    change = np.where(real, new - share, 0.0)
-    rows, place = np.nonzero(real)
-    part.share_LRN[rows, rank[rows, place], slot[rows, place]] = new[rows, place]
+    m = np.maximum((levels > ordered).sum(axis=1) - 1, 0)
+    new = np.maximum(np.floor(levels[np.arange(len(m)), m][:, None] - base), 0.0)
+    new[:, 0] += turn.units_M - new.sum(axis=1)  # the rounding
+    share_S[turn.slot_MC[real]] = new[real]
     # Twins (more replicas than ranks) meet on a rank, so additions must accumulate.
-    np.add.at(part.load_LR, (rows, rank[rows, place]), change[rows, place])
+    np.add.at(load_R, turn.rank_MC[real], (new - share)[real])
+    part.share_LRN, part.load_LR = share_S.reshape(L, R, N), load_R.reshape(L, R)
 
 
 def cumulative_table(
