@@ -1,7 +1,6 @@
 """`moe-runtime serve`: an OpenAI-compatible server in front of the ranks of a plan."""
 
 import argparse
-import asyncio
 import os
 import socket
 import time
@@ -52,6 +51,8 @@ def check(flight: Preflight) -> None:
     Tokenizer(folder)
     read_vocabulary(folder)
     find_template(folder)
+    _keys(API_KEYS)
+    _keys(ADMIN_KEYS)
     for listener in listen(flight.effective.server):
         listener.close()
 
@@ -64,8 +65,7 @@ async def work(flight: Preflight, fleet: Fleet) -> int:
     from moe_runtime.frontend.server.lifecycle import Ending, run_server
 
     server = flight.effective.server
-    number = int(fleet.number)
-    log = Log(server.log, say, {"frontend": number} if server.frontends > 1 else {})
+    log = Log(server.log, say, {"frontend": fleet.number} if server.frontends > 1 else {})
     started = time.monotonic()
     service = _service(flight, fleet)
     ending = Ending(service, log)
@@ -80,26 +80,22 @@ async def work(flight: Preflight, fleet: Fleet) -> int:
         log=log,
     )
 
-    async def become_ready() -> None:
+    async def ranks() -> None:
         await fleet.start(on_wait=lambda missing: log("waiting", {"ranks": ", ".join(missing)}))
         fleet.watch(STATUS_SECONDS, service.metrics.observe_status)
         advisor.load_seconds = time.monotonic() - started
         log("ready", {"model": model.name, "url": f"http://{server.host}:{server.port}"})
+        await fleet.until_failure()
 
-    readying = asyncio.create_task(become_ready())
-    try:
-        await run_server(
-            gate,
-            socket.socket(fileno=int(os.environ[environment.SERVE_FD])),
-            service=service,
-            backend=fleet,
-            ending=ending,
-            grace=server.grace_s,
-            log=log,
-        )
-    finally:
-        readying.cancel()
-        await asyncio.gather(readying, return_exceptions=True)
+    await run_server(
+        gate,
+        socket.socket(fileno=int(os.environ[environment.SERVE_FD])),
+        service=service,
+        ranks=ranks(),
+        ending=ending,
+        grace=server.grace_s,
+        log=log,
+    )
     return 0
 
 

@@ -172,9 +172,8 @@ class Fleet:
             self._reader.result()
 
     async def until_failure(self) -> None:
-        """Wait for what ends the reader, and raise it."""
-        while self._reader is None:
-            await asyncio.sleep(0.05)
+        """Wait for what ends the reader of a fleet that was started, and raise it."""
+        assert self._reader is not None
         await asyncio.shield(self._reader)
 
     async def shutdown(self) -> None:

@@ -8,9 +8,9 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -21,13 +21,6 @@ from moe_runtime.frontend.server.service import Service
 
 _POLL = 0.02
 _CLOSE_SECONDS = 5  # for answers that are written but not sent
-
-
-class Failing(Protocol):
-    """What a server cannot do without."""
-
-    async def until_failure(self) -> None:
-        """Returns when nothing will come from the ranks any more, or raises why."""
 
 
 class Ending:
@@ -65,12 +58,12 @@ async def run_server(
     listener: socket.socket,
     *,
     service: Service,
-    backend: Failing,
+    ranks: Awaitable[None],
     ending: Ending,
     grace: float,
     log: Log,
 ) -> None:
-    """Serve until it is asked to end; raises what made the ranks unreachable."""
+    """Serve until it is asked to end; `ranks` ends, or raises why, when nothing more will come from them."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.ask)
@@ -89,7 +82,7 @@ async def run_server(
     server = _Server(config)
     tasks = {
         "server": asyncio.create_task(server.serve([listener])),
-        "backend": asyncio.create_task(backend.until_failure()),
+        "ranks": asyncio.ensure_future(ranks),
         "ending": asyncio.create_task(ending.begun.wait()),
         "deadlines": asyncio.create_task(service.watch_deadlines()),
     }
@@ -99,7 +92,7 @@ async def run_server(
             await _finish(service, ending, grace)
         server.should_exit = True
         await tasks["server"]
-        for name in ("backend", "deadlines"):
+        for name in ("ranks", "deadlines"):
             if tasks[name].done():
                 tasks[name].result()
     finally:
