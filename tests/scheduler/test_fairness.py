@@ -160,6 +160,42 @@ def test_a_budget_follows_a_machine_that_slows_down():
     assert slow < 0.6 * fast
 
 
+def gaps_with_long_prompts(budget: ChunkBudget | None) -> np.ndarray:
+    """Seconds between the tokens of 8 streams in virtual time, while a long prompt comes every second."""
+    rng = np.random.default_rng(1)
+    scheduler = Scheduler(
+        limits(max_batch_tokens=512, chunk_tokens=256, num_blocks=4000, max_positions=2000, max_sequences=16)
+    )
+    for i in range(8):
+        scheduler.add(ask(i, [i + 1], 1200))
+    now, next_prompt, number = 0.0, 1.0, 8
+    gaps: list[float] = []
+    while len(gaps) < 1000:
+        if now >= next_prompt:
+            scheduler.add(ask(number, rng.integers(0, 50, 1000).tolist(), 1))
+            number, next_prompt = number + 1, next_prompt + 1.0
+        work = scheduler.propose()
+        chunk = min(256, budget.rows(work.decode_tokens) or 256) if budget else 256
+        scheduled = scheduler.build(work.decode_tokens + chunk, chunk)
+        rows = scheduled.inputs.num_tokens - work.decode_tokens
+        seconds = (0.010 + 0.0005 * work.decode_tokens + 0.0002 * rows) * float(rng.normal(1.0, 0.05))
+        if budget:
+            budget.observe(decode_rows=work.decode_tokens, prefill_rows=rows, seconds=seconds)
+        scheduler.commit(scheduled, np.ones(len(scheduled.sampled), np.int32))
+        now += seconds
+        gaps.append(seconds)
+    return np.array(gaps)
+
+
+def test_long_prompts_do_not_stall_the_streams_beside_them():
+    """An objective of twice the time that 8 streams take alone bounds the worst gaps to 2.5x the usual."""
+    bounded = gaps_with_long_prompts(ChunkBudget(target=2 * 0.014))
+    assert np.percentile(bounded, 99) <= 2.5 * np.percentile(bounded, 50)
+    assert np.percentile(bounded, 99) <= 2 * 0.014
+    free = gaps_with_long_prompts(None)
+    assert np.percentile(free, 99) > 3.5 * np.percentile(free, 50), "whole chunks would stall them"
+
+
 def test_a_few_steps_are_not_enough_to_judge():
     budget = ChunkBudget(target=0.05)
     for n in range(LEAST_STEPS):
