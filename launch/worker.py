@@ -29,6 +29,7 @@ from moe_runtime.expert_parallel.shm import ShmBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.launch.agreement import Agreement, AgreementAddress
 from moe_runtime.launch.buffers import RankBuffer, by_mode, make_buffer
+from moe_runtime.launch.kernels import kernels_of
 from moe_runtime.launch.place import Place
 from moe_runtime.launch.preflight import Preflight
 from moe_runtime.launch.sockets import inbox_address
@@ -104,6 +105,7 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
         dtype=getattr(torch, model.dtype),
         device=device,
         deterministic=deployment.deterministic,
+        kernels=kernels_of(deployment),
     )
     with Checkpoint.open(Path(flight.effective.model.path)) as checkpoint:
         report = load_rank(

@@ -22,6 +22,7 @@ from moe_runtime.frontend.scrape import EVERY_SECONDS, NOTE, Scraper
 from moe_runtime.frontend.trace import read_trace
 from moe_runtime.launch import session
 from moe_runtime.launch.console import say, show
+from moe_runtime.launch.kernels import kernels_in_use
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.progress import Progress
 from moe_runtime.plan.validate import plan_warnings
@@ -150,6 +151,7 @@ class _Bench:
                     redundant_experts=d.redundant_experts,
                     dispatch_backend=d.dispatch.backend,
                     kv_blocks=d.kv_cache.blocks,
+                    kernels=kernels_in_use(d, flight.model, plan.cluster.device),
                 )
                 for d in plan.deployments
             ),

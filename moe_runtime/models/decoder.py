@@ -15,7 +15,7 @@ from moe_runtime.kernels import registry
 from moe_runtime.kernels.registry import Kernels
 from moe_runtime.models.context import StepContext
 from moe_runtime.models.layer import DecoderLayer, DenseLayer, MoeLayer, SlotChooser
-from moe_runtime.models.ops import Ops
+from moe_runtime.models.ops import Ops, column
 from moe_runtime.models.parameters import Weight
 from moe_runtime.models.rope import Rope
 from moe_runtime.spec.limits import DispatchMode
@@ -105,7 +105,7 @@ def build_decoder(
     beside it, bit for bit. `kernels` is asked once per operation.
     """
     assert len(slot_tables) == spec.num_moe_layers, "one slot table per MoE layer"
-    ops = Ops.of(kernels, f"{device.type}_invariant" if deterministic else device.type)
+    ops = Ops.of(kernels, column(device.type, deterministic=deterministic))
     rope = Rope(spec.rope, max_positions=spec.max_positions, device=device)
     layers: list[DecoderLayer] = []
     for layer in range(spec.num_layers):

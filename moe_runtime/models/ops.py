@@ -26,5 +26,10 @@ class Ops:
 
     @classmethod
     def of(cls, kernels: Kernels, device: str) -> "Ops":
-        """Select every operation for a device type."""
+        """Select every operation for a device type, or for a `column` of the table."""
         return cls(**{name: kernels.select(name, device) for name in cls.__dataclass_fields__})
+
+
+def column(device: str, *, deterministic: bool) -> str:
+    """The column of the kernels' table that a decoder on a device type takes its operations from."""
+    return f"{device}_invariant" if deterministic else device

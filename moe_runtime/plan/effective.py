@@ -89,6 +89,14 @@ class EffectiveBalancing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EffectiveKernels:
+    """`torch` and `triton` are the device's own."""
+
+    experts: str
+    mla_decode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveDeployment:
     """One deployment.
 
@@ -109,6 +117,7 @@ class EffectiveDeployment:
     overlap: EffectiveOverlap
     balancing: EffectiveBalancing
     deterministic: bool
+    kernels: EffectiveKernels
     shared_experts: str
     slots_per_rank: int
     surplus_slots: int

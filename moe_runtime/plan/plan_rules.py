@@ -23,6 +23,7 @@ def plan_problems(plan: Plan) -> Iterator[Problem]:
         yield from _deployment(name, deployment)
     yield from _block_tokens(plan)
     yield from _deterministic(plan)
+    yield from _kernels(plan)
 
 
 def total_ranks(plan: Plan) -> int:
@@ -194,3 +195,16 @@ def _deterministic(plan: Plan) -> Iterator[Problem]:
                 value=DEEPEP,
                 hint="set it to auto, or deterministic: false",
             )
+
+
+def _kernels(plan: Plan) -> Iterator[Problem]:
+    """Libraries run on GPUs, and only the device's own kernels are batch-invariant."""
+    for name, d in plan.deployments.items():
+        for operation, chosen in d.kernels.model_dump().items():
+            path = (DEPLOYMENTS, name, "kernels", operation)
+            if chosen not in ("auto", "reference") and plan.cluster.device != "cuda":
+                text = f"needs cluster.device: cuda, which is {plan.cluster.device}"
+                yield Problem(path=path, text=text, value=chosen, hint="set it to auto or reference")
+            elif chosen != "auto" and d.deterministic:
+                text = "is not batch-invariant, which deterministic: true asks for"
+                yield Problem(path=path, text=text, value=chosen, hint="set it to auto")

@@ -16,6 +16,7 @@ from moe_runtime.plan.effective import (
     EffectiveCluster,
     EffectiveDeployment,
     EffectiveDispatch,
+    EffectiveKernels,
     EffectiveKVCache,
     EffectiveModel,
     EffectiveOverlap,
@@ -109,6 +110,7 @@ def _deployment(
 ) -> EffectiveDeployment:
     at = f"{DEPLOYMENTS}.{name}"
     depth = (0, "nothing overlaps on CPU") if device == "cpu" else (1, "host and device overlap")
+    own = ("torch", "a CPU's own") if device == "cpu" else ("triton", "a GPU's own")
     alone = d.expert_parallel == 1
     overlap: MicroBatches = 1 if alone else "per_step"
     why = "one rank: no transport to hide" if alone else "decided by measured times"
@@ -140,6 +142,10 @@ def _deployment(
         ),
         balancing=EffectiveBalancing(enabled=d.balancing.enabled),
         deterministic=d.deterministic,
+        kernels=EffectiveKernels(
+            experts=settle(f"{at}.kernels.experts", d.kernels.experts, *own),
+            mla_decode=settle(f"{at}.kernels.mla_decode", d.kernels.mla_decode, *own),
+        ),
         shared_experts=d.shared_experts,
         slots_per_rank=slots_per_rank(num_experts, d.redundant_experts, d.expert_parallel),
         surplus_slots=surplus_slots(num_experts, d.redundant_experts, d.expert_parallel),

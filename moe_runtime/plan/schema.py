@@ -102,6 +102,13 @@ class BalancingSection(Section):
     enabled: bool = False
 
 
+class KernelsSection(Section):
+    """Which implementation runs an operation; `auto`: the device's own. Libraries are for GPUs."""
+
+    experts: Auto | Literal["reference", "deepgemm"] = "auto"
+    mla_decode: Auto | Literal["reference", "flash_mla"] = "auto"
+
+
 class DeploymentSection(Section):
     """A set of ranks that runs one phase: `instances` copies of `expert_parallel` ranks."""
 
@@ -115,6 +122,7 @@ class DeploymentSection(Section):
     overlap: OverlapSection = OverlapSection()
     balancing: BalancingSection = BalancingSection()
     deterministic: bool = False
+    kernels: KernelsSection = KernelsSection()
     shared_experts: Literal["replicated", "slots"] = "replicated"
 
 

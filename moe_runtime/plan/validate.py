@@ -16,8 +16,9 @@ from moe_runtime.plan.unavailable import unavailable
 from moe_runtime.spec.bytes import FP8_BLOCK, GIB, WIRE_BYTES
 from moe_runtime.spec.hardware import HARDWARE
 from moe_runtime.spec.limits import LIMITS, DispatchSizes, LimitKind, violations
-from moe_runtime.spec.model import DTYPE_BYTES, ModelSpec
+from moe_runtime.spec.model import DTYPE_BYTES, MlaSpec, ModelSpec
 
+OWN_KERNELS = ("torch", "triton")
 CPU_DTYPES = ("float32", "bfloat16")
 
 
@@ -56,6 +57,7 @@ def plan_warnings(effective: EffectivePlan, model: ModelSpec) -> tuple[str, ...]
 def _problems(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
     yield from unavailable(effective, tuple(effective.by_name.items()), effective.model.dtype)
     yield from _dtype(effective)
+    yield from _attention_kernels(effective, model)
     for d in effective.deployments:
         shared = list(_shared_experts(d, model))
         experts = shared or [*_experts(d, d.served(model)), *_payload(d, model)]
@@ -63,6 +65,17 @@ def _problems(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
         yield from (*experts, *device)
         if not experts and not device:
             yield from _limits(effective, d, d.served(model))
+
+
+def _attention_kernels(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
+    for d in effective.deployments:
+        if d.kernels.mla_decode not in OWN_KERNELS and not isinstance(model.attention, MlaSpec):
+            yield Problem(
+                path=(DEPLOYMENTS, d.name, "kernels", "mla_decode"),
+                text=f"is not used: {model.family} has grouped-query attention",
+                value=d.kernels.mla_decode,
+                hint="set it to auto",
+            )
 
 
 def _dtype(effective: EffectivePlan) -> Iterator[Problem]:

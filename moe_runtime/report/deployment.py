@@ -75,6 +75,7 @@ def describe(
         redundant_experts=facts.redundant_experts,
         dispatch_backend=facts.dispatch_backend,
         dispatch_modes=_named(_of_instances(ranks, "dispatch_mode"), DISPATCH_MODES),
+        kernels=dict(facts.kernels),
         throughput=counted.throughput(over),
         steps=_count_steps(facts, ranks),
         mean_step_ms=gaps.given(

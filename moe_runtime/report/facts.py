@@ -3,7 +3,7 @@
 Pure data: whoever runs the benchmark fills it from the plan, the model and the command line.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -23,6 +23,7 @@ class DeploymentFacts:
     instances           names as in the records, as `decode-0`
     expert_parallel     ranks of one instance
     kv_blocks           blocks of the primary KV group per rank
+    kernels             operation -> module that runs it
     """
 
     name: str
@@ -31,6 +32,7 @@ class DeploymentFacts:
     redundant_experts: int
     dispatch_backend: str
     kv_blocks: int
+    kernels: Mapping[str, str]
 
     @property
     def ranks(self) -> int:

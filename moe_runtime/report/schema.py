@@ -199,7 +199,11 @@ class RankUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One role: prefill, decode or unified. `dispatch_modes`: steps by how their rows travelled."""
+    """One role: prefill, decode or unified.
+
+    dispatch_modes   steps by how their rows travelled
+    kernels          operation -> module that ran it
+    """
 
     name: str
     nodes: float
@@ -209,6 +213,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     redundant_experts: int
     dispatch_backend: str
     dispatch_modes: dict[str, int]
+    kernels: dict[str, str]
     throughput: Throughput
     steps: int
     mean_step_ms: float | None

@@ -6,7 +6,8 @@ reasons stand at the end.
 
 import os
 import textwrap
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from typing import TextIO
 
@@ -145,6 +146,14 @@ def _throughput(report: Report, color: bool) -> RenderableType:
     return titled("Throughput per node, tokens/s", grid, color=color)
 
 
+def kernels_as_text(modules: Mapping[str, str]) -> str:
+    """The implementation of most operations, and the operations that another one ran."""
+    columns = {operation: module.rpartition(".")[2] for operation, module in modules.items()}
+    [(usual, _)] = Counter(columns.values()).most_common(1)
+    others = [f"{operation} {column}" for operation, column in columns.items() if column != usual]
+    return ", ".join([usual, *others])
+
+
 def _deployments(report: Report, color: bool) -> RenderableType:
     grid = table(["", *(role(d) for d in report.deployments)], color=color)
 
@@ -154,6 +163,7 @@ def _deployments(report: Report, color: bool) -> RenderableType:
     row("instances x ranks", lambda d: f"{len(d.instances)} x {d.expert_parallel}")
     row("redundant experts", lambda d: str(d.redundant_experts))
     row("dispatch backend", lambda d: d.dispatch_backend)
+    row("kernels", lambda d: kernels_as_text(d.kernels))
     for name, pick in (
         ("output", lambda t: t.output),
         ("new prefill", lambda t: t.new_prefill),

@@ -12,8 +12,8 @@ BLOCK = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 def shown_plans() -> dict[str, str]:
-    """Text of every plan by the place it stands in."""
-    plans = {str(p.relative_to(ROOT)): p.read_text() for p in sorted((ROOT / "configs").rglob("*.yaml"))}
+    """Text of every plan by the place it stands in; folders of `configs` hold data of other kinds."""
+    plans = {str(p.relative_to(ROOT)): p.read_text() for p in sorted((ROOT / "configs").glob("*.yaml"))}
     for page in (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))):
         for i, match in enumerate(BLOCK.finditer(page.read_text())):
             plans[f"{page.relative_to(ROOT)}, block {i + 1}"] = match[1]

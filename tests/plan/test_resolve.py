@@ -55,7 +55,8 @@ def test_auto_follows_the_plan_and_the_checkpoint(tmp_path: Path):
     assert set(dict(plan.derived)) == {
         "model.dtype", "cluster.ranks_per_node", f"{at}.scheduler.pipeline_depth", f"{at}.kv_cache.dtype",
         f"{at}.dispatch.backend", f"{at}.dispatch.dtype", f"{at}.dispatch.max_tokens",
-        f"{at}.dispatch.mode", f"{at}.overlap.micro_batches",
+        f"{at}.dispatch.mode", f"{at}.overlap.micro_batches", f"{at}.kernels.experts",
+        f"{at}.kernels.mla_decode",
     }  # fmt: skip
 
 
@@ -65,7 +66,8 @@ def test_given_values_stay(tmp_path: Path):
         tmp_path, UNIFIED, f"{at}.scheduler.pipeline_depth=1", f"{at}.dispatch.backend=torch",
         f"{at}.dispatch.max_tokens=64", f"{at}.overlap.micro_batches=1", f"{at}.kv_cache.dtype=float32",
         f"{at}.dispatch.dtype=float32", "model.dtype=float32", "cluster.ranks_per_node=1",
-        f"{at}.dispatch.mode=per_step",
+        f"{at}.dispatch.mode=per_step", f"{at}.kernels.experts=reference",
+        f"{at}.kernels.mla_decode=reference",
     )  # fmt: skip
     unified = plan.deployment("unified")
     assert unified.scheduler.pipeline_depth == 1

@@ -19,6 +19,7 @@ def make_facts(**changes) -> RunFacts:
             redundant_experts=redundant,
             dispatch_backend="torch",
             kv_blocks=100,
+            kernels={"route": "route.cpu", "linear": "linear.cpu", "experts": "experts.reference"},
         )
 
     base = RunFacts(
