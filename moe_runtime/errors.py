@@ -88,9 +88,11 @@ class PeerLost(MoeRuntimeError):
     """Contact with a peer process broke: a consequence of a failure elsewhere."""
 
     @classmethod
-    def in_step(cls, *, step: int, layer: int, operation: str, ranks: Sequence[int]) -> "PeerLost":
-        """The processes of ranks that a step waits for have ended."""
-        return cls(f"{_waiting_for(step, layer, operation, ranks)}: no longer running")
+    def in_step(
+        cls, *, step: int, layer: int, operation: str, ranks: Sequence[int], what: str = "no longer running"
+    ) -> "PeerLost":
+        """`what` happened to ranks that a step waits for: their processes have ended."""
+        return cls(f"{_waiting_for(step, layer, operation, ranks)}: {what}")
 
 
 def _waiting_for(step: int, layer: int, operation: str, ranks: Sequence[int]) -> str:

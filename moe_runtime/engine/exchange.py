@@ -95,20 +95,21 @@ class SharedExchange:
     def collect(self, step: int, vector: NDArray[np.int64], seconds: float) -> Missing:
         """Post, and wait until all ranks of this host have, which stand in `vectors[:, step % 2]` then.
 
-        Says who is missing as soon as one that is waited for is dead, or after `seconds`.
+        Says who is missing as soon as any of them is dead, or after `seconds`.
         """
         self.vectors[self._own, step % 2] = vector
         self._flags[self._own].set(step + 1)
         deadline = time.monotonic() + seconds
-        late = []
-        for index, flag in enumerate(self._flags):
+        for flag in self._flags:
             while not flag.wait(step + 1, min(deadline, time.monotonic() + LOOK_SECONDS)):
-                if self.has_died(index) and flag.value < step + 1:
-                    return Missing(dead=(self._here[index],))
-                if time.monotonic() >= deadline:
-                    late.append(self._here[index])
-                    break
-        return Missing(late=tuple(late)) if late else NOBODY
+                missing = [i for i, f in enumerate(self._flags) if f.value < step + 1]
+                # One that posted before it died is not waited for, so its flag is looked at once more.
+                dead = [i for i in missing if self.has_died(i) and self._flags[i].value < step + 1]
+                if dead:
+                    return Missing(dead=tuple(self._here[i] for i in dead))
+                if missing and time.monotonic() >= deadline:
+                    return Missing(late=tuple(self._here[i] for i in missing))
+        return NOBODY
 
     def has_died(self, index: int) -> bool:
         """Whether the process of this host's rank number `index` has ended. One that never came is late."""

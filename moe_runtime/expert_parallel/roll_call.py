@@ -95,7 +95,10 @@ class Call:
             self._explain(error, time.monotonic() - self._began)
 
     def _explain(self, error: RuntimeError, seconds: float) -> NoReturn:
-        """Of the ranks that did not come those that died are to blame, then those that are late."""
+        """Of the ranks that did not come those that died are to blame, then those that are late.
+
+        If all of this host came, then those of others: gloo's text tells whether they are late or gone.
+        """
         roll, deadline = self._roll, time.monotonic() + DYING_SECONDS
         while not (dead := [r for r in roll.ended() if r in roll.behind(self._count)]):
             if time.monotonic() > deadline:
@@ -106,8 +109,12 @@ class Call:
         step, layer, operation = self._step, self._layer, self._operation
         if dead:
             raise PeerLost.in_step(step=step, layer=layer, operation=operation, ranks=dead) from error
-        late = roll.behind(self._count) or roll.elsewhere
-        if late:
+        late = roll.behind(self._count)
+        if not late and roll.elsewhere and "timed out" not in str(error).lower():
+            raise PeerLost.in_step(
+                step=step, layer=layer, operation=operation, ranks=roll.elsewhere, what="connection broken"
+            ) from error
+        if late := late or roll.elsewhere:
             raise StepTimeout(
                 step=step, layer=layer, operation=operation, ranks=late, seconds=seconds
             ) from error

@@ -1,5 +1,6 @@
 """Step agreement: a pure function, equal on every rank, and its wire form."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -183,6 +184,19 @@ def test_a_dead_rank_is_named_long_before_the_deadline():
     began = time.monotonic()
     with pytest.raises(PeerLost, match="rank 1, agreement, step 0: no longer running"):
         mine(0, np.zeros(vector_words(2), np.int64))
+    assert time.monotonic() - began < 5
+
+
+def test_all_dead_ranks_are_named_though_another_is_late():
+    first, *_ = exchanges(4, timeout=60.0)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    for index in (2, 3):
+        first._pids[index][0] = child.pid
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="ranks 2, 3, agreement, step 0: no longer running"):
+        first(0, np.zeros(vector_words(4), np.int64))
+    child.wait()
     assert time.monotonic() - began < 5
 
 

@@ -23,9 +23,9 @@ def rolls(num_ranks: int, *, elsewhere: int = 0) -> list[RollCall]:
     return [RollCall(window, rank=r, here=here, num_ranks=num_ranks + elsewhere, where=where) for r in here]
 
 
-def fail(roll: RollCall, operation: str = "combine") -> None:
-    with roll.begin(operation).explained():
-        raise RuntimeError("gloo: something about a socket")
+def fail(roll: RollCall, text: str = "gloo: something about a socket") -> None:
+    with roll.begin("combine").explained():
+        raise RuntimeError(text)
 
 
 def fail_again(roll: RollCall) -> None:
@@ -51,8 +51,11 @@ def test_of_another_host_it_is_only_known_that_all_came_here():
     first, second = rolls(2, elsewhere=2)
     second.begin("dispatch")
     with pytest.raises(StepTimeout) as caught:
-        fail(first)
+        fail(first, "Timed out waiting 120000ms for recv operation to complete")
     assert caught.value.ranks == (2, 3)
+    second.begin("dispatch")
+    with pytest.raises(PeerLost, match="waiting for ranks 2, 3, layer 3, combine, step 7: connection broken"):
+        fail(first, "Connection closed by peer [127.0.0.1]:17404")
 
 
 def test_an_error_that_has_nothing_to_do_with_peers_stays_what_it_is():
