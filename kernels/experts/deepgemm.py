@@ -9,9 +9,9 @@ from functools import partial
 from torch import Tensor
 
 from moe_runtime.kernels.aot.case import SM_100
+from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.experts.steps import Steps, run
 from moe_runtime.kernels.grouped_gemm import deepgemm
-from moe_runtime.kernels.grouped_gemm.chip import chip_of
 from moe_runtime.kernels.grouped_gemm.formats import Weight
 from moe_runtime.kernels.quantize_fp8_block.triton import quantize_fp8_block
 from moe_runtime.kernels.silu_mul.triton import silu_mul

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe_runtime.kernels import shapes
 from moe_runtime.kernels.aot.case import GFX_942, AotCase, Target
+from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.errors import KernelError
-from moe_runtime.kernels.grouped_gemm.chip import chip_of
 from moe_runtime.kernels.paged.triton import LOG2_E, DecodePlan, empty_splits, join_splits, split_range
 
 SPLIT_TOKENS = 512

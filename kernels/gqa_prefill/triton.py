@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_runtime.kernels import shapes
 from moe_runtime.kernels.aot.case import GFX_942, AotCase, Target
-from moe_runtime.kernels.grouped_gemm.chip import chip_of
+from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.paged.triton import LOG2_E, QUERY_TILE, TILE_FIELDS, PrefillPlan
 
 

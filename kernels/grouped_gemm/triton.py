@@ -21,8 +21,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_runtime.kernels.aot.case import AotCase, Target
+from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.errors import KernelError
-from moe_runtime.kernels.grouped_gemm.chip import chip_of
 from moe_runtime.kernels.grouped_gemm.configurations import cases, constants
 from moe_runtime.kernels.grouped_gemm.formats import GROUP, Weight, inputs, outputs
 from moe_runtime.kernels.grouped_gemm.reference import result_dtype

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from moe_runtime.kernels import shapes
 from moe_runtime.kernels.aot.case import GFX_942, SM_100, AotCase, Target
+from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.errors import KernelError
-from moe_runtime.kernels.grouped_gemm.chip import chip_of
 from moe_runtime.kernels.mla_decode.packed.triton import attend_packed
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
 from moe_runtime.kernels.paged import latent

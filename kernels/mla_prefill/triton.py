@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moe_runtime.kernels import shapes
 from moe_runtime.kernels.aot.case import GFX_942, AotCase, Target
+from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.gqa_prefill.triton import NUMBERS, attend_tiles, tile, tile_constants
-from moe_runtime.kernels.grouped_gemm.chip import chip_of
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
 from moe_runtime.kernels.paged import latent
 from moe_runtime.kernels.paged.triton import LOG2_E, QUERY_TILE, PrefillPlan

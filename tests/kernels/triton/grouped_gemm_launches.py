@@ -20,9 +20,9 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
 from moe_runtime.kernels.aot.case import TARGETS, AotCase, Target  # noqa: E402
+from moe_runtime.kernels.chip import Chip  # noqa: E402
 from moe_runtime.kernels.grouped_gemm import formats  # noqa: E402
 from moe_runtime.kernels.grouped_gemm import triton as kernel  # noqa: E402
-from moe_runtime.kernels.grouped_gemm.chip import Chip  # noqa: E402
 
 SLOTS, OUTPUTS, INPUTS = 3, 256, 512
 ROWS = (1, 16, 48, 90, 150, 1000)  # alone: a slot's 1 row, up to hundreds

@@ -1,4 +1,4 @@
-"""The chip a tensor lies on, as the tables of tiles know it."""
+"""The chip a tensor lies on, as kernels choose their tiles by it."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moe_runtime.kernels.aot.case import GFX_942, SM_90, SM_100, Target
+from moe_runtime.kernels.aot.case import GFX_942, SM_90, SM_100, TARGETS, Target
 from moe_runtime.kernels.errors import KernelError
 
 _CAPABILITY = {9: SM_90, 10: SM_100}
@@ -30,10 +30,10 @@ def chip_of(x: Tensor) -> Chip:
 @cache
 def _chip(index: int) -> Chip:
     found = torch.cuda.get_device_properties(index)
-    name = getattr(found, "gcnArchName", "").partition(":")[0]
-    target = GFX_942 if name == GFX_942.name else _CAPABILITY.get(0 if name else found.major)
+    if torch.version.hip is None:  # where gcnArchName is the name of the device
+        target = _CAPABILITY.get(found.major)
+    else:
+        target = GFX_942 if found.gcnArchName.partition(":")[0] == GFX_942.name else None
     if target is None:
-        raise KernelError(
-            f"no grouped_gemm for {found.name}; there is one for sm_90, sm_100 and {GFX_942.name}"
-        )
+        raise KernelError(f"no kernels for {found.name}: they are for {', '.join(t.name for t in TARGETS)}")
     return Chip(target, found.multi_processor_count)

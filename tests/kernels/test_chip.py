@@ -1,0 +1,38 @@
+"""chip_of against device properties as torch reports them for either maker, without a device."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moe_runtime.kernels import chip
+from moe_runtime.kernels.aot.case import GFX_942, SM_90, SM_100
+from moe_runtime.kernels.errors import KernelError
+
+
+def target(monkeypatch, *, name: str, major: int, arch: str, hip: str | None):
+    properties = SimpleNamespace(name=name, major=major, gcnArchName=arch, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    chip._chip.cache_clear()
+    try:
+        return chip.chip_of(SimpleNamespace(device=torch.device("cuda", 0))).target
+    finally:
+        chip._chip.cache_clear()
+
+
+def test_nvidia(monkeypatch):
+    """torch gives the device's name as gcnArchName in its CUDA builds."""
+    h200, b200, a100 = "NVIDIA H200", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"
+    assert target(monkeypatch, name=h200, major=9, arch=h200, hip=None) is SM_90
+    assert target(monkeypatch, name=b200, major=10, arch=b200, hip=None) is SM_100
+    with pytest.raises(KernelError, match=f"no kernels for {a100}.*sm_90"):
+        target(monkeypatch, name=a100, major=8, arch=a100, hip=None)
+
+
+def test_amd(monkeypatch):
+    """The capability of a gfx942 is 9.4, as if it were Hopper's."""
+    name = "AMD Instinct MI300X"
+    assert target(monkeypatch, name=name, major=9, arch="gfx942:sramecc+:xnack-", hip="6.4") is GFX_942
+    with pytest.raises(KernelError, match=name):
+        target(monkeypatch, name=name, major=9, arch="gfx90a:sramecc+:xnack-", hip="6.4")
