@@ -81,6 +81,7 @@ class DispatchSizes:
             "hidden in fp8": self.hidden if self.row_bytes == self.hidden else 0,
             "nodes": self.nodes,
             "ranks per node": -(-self.ranks // self.nodes),
+            "nodes beyond one per 8 ranks": self.nodes - -(-self.ranks // 8),
         }
 
 
@@ -126,6 +127,11 @@ LIMITS: Mapping[str, tuple[Limit, ...]] = MappingProxyType(
                 quantity="ranks",
                 one_of=_NORMAL_RANKS,
                 why="within a node of 8, or nodes with a tuned configuration",
+            ),
+            Limit(
+                quantity="nodes beyond one per 8 ranks",
+                at_most=0,
+                why="ranks 8n to 8n + 7 are joined by NVLink",
             ),
             _EVEN_SLOTS,
             Limit(quantity="slots per rank", at_most=1024),

@@ -35,6 +35,8 @@ def test_every_limit_can_be_broken_and_names_its_bound(backend):
         ("shm", {"ranks": 2, "slots": 2 * 65537}, "slots per rank = 65537 must be at most 65536"),
         ("deepep_normal", {"ranks": 5, "slots": 290}, "ranks = 5 must be one of 2, 4, 8"),
         ("deepep_normal", {"ranks": 168, "slots": 336}, "ranks = 168"),
+        ("deepep_normal", {"nodes": 5}, "nodes beyond one per 8 ranks = 1 must be at most 0 (ranks 8n to"),
+        ("deepep_normal", {"ranks": 8, "nodes": 2}, "nodes beyond one per 8 ranks = 1"),
         ("deepep_normal", {"slots": 289}, "slots modulo ranks = 1 must be at most 0"),
         ("deepep_normal", {"row_bytes": 7176}, "row bytes = 7176 must be a multiple of 16"),
         ("deepep_low_latency", {"ranks": 9, "slots": 288}, "ranks = 9"),
