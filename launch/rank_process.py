@@ -105,7 +105,9 @@ class _RankProcess:
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Exit; the first time, if requests may be running, have the frontends let them finish instead."""
-        if not (self.serve and self.stepping) or self.finishing:
+        # Our own launcher tells rank 0 alone at first; what other ranks hear of it is to end now.
+        first = not self.finishing and (self.env.rank == 0 or self.env.launcher != "self")
+        if not (self.serve and self.stepping and first):
             sys.exit(128 + number)
         self.finishing = True
         self.frontends.signal(signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -243,23 +244,29 @@ class Streams:
                 self.texts[index] += text
 
 
-async def stop_under_load(server: Served, streams: Streams) -> int:
+async def stop_under_load(server: Served, streams: Streams, *, twice: bool = False) -> int:
     """SIGTERM once every stream runs; the status of a request that comes later."""
-    async with asyncio.timeout(120), httpx.AsyncClient(timeout=100) as http, asyncio.TaskGroup() as tasks:
-        for i in range(len(streams.texts)):
-            tasks.create_task(streams.run(i, http))
+    async with asyncio.timeout(120), httpx.AsyncClient(timeout=100) as http:
+        tasks = [asyncio.create_task(streams.run(i, http)) for i in range(len(streams.texts))]
         while not all(t.count("data:") > 2 for t in streams.texts):
             await asyncio.sleep(0.02)
         server.terminate()
         await asyncio.sleep(0.3)
         late = await http.post(f"{server.url}/v1/completions", json={"model": "m", "prompt": "x"})
+        if twice:
+            server.terminate()
+        ends = await asyncio.gather(*tasks, return_exceptions=twice)
+        assert all(e is None or isinstance(e, httpx.TransportError) for e in ends)
     return late.status_code
 
 
 def test_a_server_that_is_told_to_stop_finishes_what_runs(checkpoint, tmp_path):
-    """Prefill and decode apart, two frontends at one port; then a start at the same port at once."""
+    """Prefill and decode apart, two frontends at one port; then the same port at once, and no patience."""
     port = free_port()
     with Served(tmp_path / "one", checkpoint, SPLIT, port=port, frontends=2, grace_s=60.0) as server:
+        too_long = {"model": "m", "prompt": "x", "max_tokens": 100_000}
+        refused = httpx.post(f"{server.url}/v1/completions", json=too_long)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
         streams = Streams(server, 8, max_tokens=150)
         assert asyncio.run(stop_under_load(server, streams)) == 503
         assert server.process.wait(20) == 0
@@ -269,16 +276,16 @@ def test_a_server_that_is_told_to_stop_finishes_what_runs(checkpoint, tmp_path):
         assert text.endswith("data: [DONE]\n\n")
         assert '"completion_tokens":150' in text
     assert "Traceback" not in log
-    with Served(tmp_path / "two", checkpoint, ROOMY, port=port, grace_s=0.5, log="json") as server:
+    with Served(tmp_path / "two", checkpoint, ROOMY, port=port, log="json") as server:
         streams = Streams(server, 8, max_tokens=1500)
-        asyncio.run(stop_under_load(server, streams))
-        assert server.process.wait(20) == 0
-        lines = [json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{")]
-    for text in streams.texts:
-        last = json.loads(text.rstrip().rpartition("data: ")[2])
-        assert last["error"]["code"] == "shutting_down"
-        assert "grace time of 0.5 s" in last["error"]["message"]
-    assert {"ready", "drain", "request"} <= {line["event"] for line in lines}
+        assert asyncio.run(stop_under_load(server, streams, twice=True)) == 503
+        assert server.process.wait(5) == 128 + signal.SIGTERM
+        wait_for(lambda: not left_running(server.folder), 5, "end of all processes")
+        log = server.log.read_text()
+    assert not any("[DONE]" in text for text in streams.texts)
+    events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
+    assert {"ready", "drain", "request"} <= set(events)
+    assert "Traceback" not in log
 
 
 def test_a_port_that_is_taken_is_an_error_before_anything_starts(server, checkpoint, tmp_path):

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.server.logs import Log
+from moe_runtime.frontend.server.spans import recorder
 
 # Anybody may ask these: for probes, scrapers and people without a key.
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json"})
@@ -37,6 +38,7 @@ class Gate:
         self._keys, self._admin_keys = tuple(keys), tuple(admin_keys)
         self._max_body = max_body_bytes
         self._log = log
+        self._record = recorder()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,7 +54,7 @@ class Gate:
             "status": None,
         }
         scope["state"] = {**scope.get("state", {}), "note": note}
-        start = time.monotonic()
+        start, start_ns = time.monotonic(), time.time_ns()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -69,6 +71,8 @@ class Gate:
                 await self._app(scope, self._limited(receive), send_with_id)
         finally:
             note["ms"] = round(1e3 * (time.monotonic() - start), 1)
+            if scope["path"] not in OPEN_PATHS:
+                self._record(headers, note, start_ns, time.time_ns())
             if scope["path"] not in OPEN_PATHS or note["status"] in (None, 500):
                 self._log("request", note)
 

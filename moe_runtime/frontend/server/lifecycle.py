@@ -89,7 +89,7 @@ async def run_server(
     try:
         await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED)
         if tasks["ending"].done():
-            await _finish(service, ending, grace)
+            await finish(service, ending, grace)
         server.should_exit = True
         await tasks["server"]
         for name in ("ranks", "deadlines"):
@@ -101,7 +101,7 @@ async def run_server(
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def _finish(service: Service, ending: Ending, grace: float) -> None:
+async def finish(service: Service, ending: Ending, grace: float) -> None:
     """Let running requests finish; those that do not in time are told so."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + grace

@@ -6,7 +6,9 @@ import json
 import httpx
 import openai
 import pytest
+from opentelemetry import trace
 
+from moe_runtime.frontend.server.lifecycle import finish
 from moe_runtime.spec.requests import Structure
 from tests.frontend.server import stub
 from tests.frontend.server.corpus import CHAT, COMPLETIONS, HOSTILE
@@ -530,6 +532,25 @@ def test_too_many_requests_are_told_when_to_come_back(model):
     run(model, story, queue=2)
 
 
+def test_what_outlasts_the_grace_time_is_told_so(model):
+    async def story(server: StubServer, http):
+        server.backend.outputs = ["word " * 60]
+        streamed, sent, _ = await open_request(server, stream=True, chunks=3)
+        server.backend.hold.clear()
+        waiting = asyncio.create_task(http.post(COMPLETIONS, json={"model": "stub", "prompt": "hi"}))
+        await until(lambda: len(server.backend.running) == 2)
+        server.ending.ask()
+        await finish(server.service, server.ending, 0.05)
+        await until(streamed.done)
+        last = json.loads(sent[-1]["body"].rpartition(b"data: ")[2])
+        assert last["error"]["code"] == "shutting_down"
+        assert "grace time of 0.05 s" in last["error"]["message"]
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+
+    run(model, story)
+
+
 def test_draining(model):
     async def story(server: StubServer, http):
         assert (await http.get("/ready")).json() == {"status": "ready", "not_ready": []}
@@ -557,6 +578,26 @@ def test_request_ids_are_echoed_and_may_be_equal(model):
         assert odd.headers["x-request-id"].startswith("req-")
         line = json.loads(server.lines[0])
         assert (line["request_id"], line["status"], line["finish"]) == ("same", 200, "stop")
+
+    run(model, story)
+
+
+def test_spans_continue_the_callers_trace(model, monkeypatch):
+    started: list[tuple] = []
+
+    class Tracer:
+        def start_span(self, name, context, attributes, **_):
+            started.append((name, trace.get_current_span(context).get_span_context().trace_id, attributes))
+            return trace.INVALID_SPAN
+
+    monkeypatch.setattr(trace, "get_tracer", lambda name: Tracer())
+
+    async def story(server: StubServer, http):
+        headers = {"traceparent": f"00-{0xABC:032x}-{1:016x}-01"}
+        await http.post(COMPLETIONS, json={"model": "stub", "prompt": "hi"}, headers=headers)
+        ((name, trace_id, attributes),) = started
+        assert (name, trace_id) == ("POST /v1/completions", 0xABC)
+        assert attributes["moe_runtime.output_tokens"] > 0
 
     run(model, story)
 
