@@ -57,6 +57,7 @@ class AdmissionLimits:
     queue_requests     requests that may wait beyond those
     queue_tokens       tokens that may wait beyond those
     max_wait           seconds a new request may expect to wait until its prompt is run
+    max_first_token    seconds to its first token that it may expect, if it has to wait at all
     prompt_ranks       ranks that run prompts
     timeout            seconds from arrival to the last token, if the request names none; None: no limit
     """
@@ -68,6 +69,7 @@ class AdmissionLimits:
     queue_requests: int
     queue_tokens: int
     max_wait: float
+    max_first_token: float = float("inf")
     prompt_ranks: int = 1
     timeout: float | None = None
 
@@ -87,8 +89,8 @@ def derive_limits(
     """Limits that follow from the KV capacity of the ranks that decode, shared by the frontends.
 
     `prefill_kv_tokens` is what one prefill rank caches (a unified rank: the same as `rank_kv_tokens`).
-    As much as runs may wait once more; what bounds the queue in practice is that a request may expect to
-    wait for half of the objective. The other half is for the error of that guess and its own prefill.
+    As much as runs may wait once more. What bounds the queue in practice is that a request may expect to
+    wait for half of the objective, and to have its first token within the whole of it.
     """
     running_requests = max(1, decode_ranks * rank_sequences // frontends)
     running_tokens = max(1, decode_ranks * rank_kv_tokens // frontends)
@@ -101,6 +103,7 @@ def derive_limits(
         queue_tokens=running_tokens,
         prompt_ranks=prompt_ranks,
         max_wait=ttft_seconds / 2,
+        max_first_token=ttft_seconds,
         timeout=timeout,
     )
 
@@ -182,12 +185,12 @@ class Admission:
             float("inf") if timeout is None else now + timeout,
         )
         wait = self.expected_wait(priority, now)
-        patience = self.limits.max_wait if timeout is None else min(self.limits.max_wait, timeout)
-        if wait > patience:
+        late = self._lateness(entry, wait, timeout, now)
+        if late > 0:
             return Verdict(
                 status=Answer.LATER,
-                reason=f"overloaded: the first token is expected in {wait:.1f} s, {patience:g} s are allowed",
-                retry_after=_retry(wait - patience),
+                reason=f"overloaded: {wait:.1f} s of work are ahead, the first token would come too late",
+                retry_after=_retry(late),
             )
         displaced = self._make_room(entry)
         if displaced is None:
@@ -251,6 +254,20 @@ class Admission:
         return ranks[0] / rate if rate > 0 else now - min(arrived for *_, arrived in ahead)
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _lateness(self, entry: _Entry, wait: float, timeout: float | None, now: float) -> float:
+        """Seconds by which a request that waits so long would miss what it may expect; 0 if it does not.
+
+        One that need not wait is never late: it cannot be served sooner at another time.
+        """
+        if not wait:
+            return 0.0
+        limit = float("inf") if timeout is None else timeout
+        rate = self._rate(now) / self.limits.prompt_ranks
+        own = self._cost(entry) / rate if rate > 0 else 0.0
+        return max(
+            wait - min(self.limits.max_wait, limit), wait + own - min(self.limits.max_first_token, limit)
+        )
 
     def _never(self, prompt_tokens: int, max_tokens: int) -> str:
         limits = self.limits

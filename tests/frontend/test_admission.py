@@ -41,7 +41,7 @@ def test_limits_follow_from_the_kv_capacity():
         prompt_ranks=3,
         frontends=2,
     )
-    assert (got.max_wait, got.prompt_ranks) == (1.0, 3)
+    assert (got.max_wait, got.max_first_token, got.prompt_ranks) == (1.0, 2.0, 3)
     assert (got.longest, got.longest_prompt) == (8192, 4096)
     assert (got.running_requests, got.running_tokens) == (64, 16384)
     assert (got.queue_requests, got.queue_tokens) == (64, 16384)
@@ -142,6 +142,22 @@ def test_a_long_prompt_on_one_rank_does_not_close_the_others():
     assert admission.expected_wait(0, now) == pytest.approx(0.1, rel=0.01)
     admission.offer(52, prompt_tokens=9, max_tokens=1, now=now)
     assert admission.expected_wait(0, now) == pytest.approx(0.2, rel=0.01)
+
+
+def test_a_prompt_that_would_miss_the_objective_waits_for_a_quiet_moment():
+    admission = Admission(limits(max_wait=1.0, max_first_token=2.0, running_tokens=10_000))
+    for i in range(4):
+        admission.offer(i, prompt_tokens=40, max_tokens=1, now=1.0 * i)
+        admission.started(i, now=1.0 * i + 1.0)
+        admission.finished(i, now=1.0 * i + 1.0, output_tokens=1)
+    assert admission.offer(10, prompt_tokens=20, max_tokens=1, now=5.0).admitted
+    assert admission.expected_wait(0, 5.0) == pytest.approx(21 / 41)
+    verdict = admission.offer(11, prompt_tokens=80, max_tokens=1, now=5.0)
+    assert verdict.status is Answer.LATER, "0.5 s of waiting and 2 s of its own"
+    assert admission.offer(12, prompt_tokens=9, max_tokens=1, now=5.0).admitted
+    admission.finished(10, now=6.0)
+    admission.finished(12, now=6.0)
+    assert admission.offer(13, prompt_tokens=80, max_tokens=1, now=6.0).admitted, "nobody is before it"
 
 
 def test_a_server_that_starts_nothing_is_not_sent_more_and_more():
