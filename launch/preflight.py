@@ -1,12 +1,14 @@
 """Everything that can be known before a rank starts: plan, model, checkpoint files. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from moe_runtime.checkpoint.reader import Checkpoint
+from moe_runtime.launch.initial import initial_placement
 from moe_runtime.models.families.registry import read_spec, skipped_tensor, tensor_targets
+from moe_runtime.placement.placement import Placement
 from moe_runtime.plan.budget import MemoryBudget
 from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.plan.load import LoadedPlan, load_plan
@@ -21,7 +23,9 @@ from moe_runtime.spec.weights import TensorTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """A valid plan and the model it serves. `obstacles` keep it from running on this machine."""
+    """A valid plan and the model it serves. `obstacles` keep it from running on this machine; `placements`
+    are what its deployments start with.
+    """
 
     loaded: LoadedPlan
     effective: EffectivePlan
@@ -29,6 +33,7 @@ class Preflight:
     targets: tuple[TensorTarget, ...]
     budgets: tuple[MemoryBudget, ...]
     obstacles: tuple[Problem, ...]
+    placements: Mapping[str, Placement]
 
 
 def preflight(
@@ -59,4 +64,5 @@ def preflight(
         targets=targets,
         budgets=budgets,
         obstacles=obstacles,
+        placements={d.name: initial_placement(d.served(model), d) for d in effective.deployments},
     )

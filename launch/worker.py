@@ -15,6 +15,9 @@ from torch import Tensor
 from moe_runtime.checkpoint.load import LoadReport, load_rank
 from moe_runtime.checkpoint.reader import Checkpoint
 from moe_runtime.engine.agree import AgreeLimits
+from moe_runtime.engine.balancing.courier import Staging
+from moe_runtime.engine.balancing.load import ExpertLoad
+from moe_runtime.engine.balancing.registry import ExpertRegistry, register
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.collectives import CollectiveTrace, TracedBuffer, TracedExchange
 from moe_runtime.engine.desk import Identity, RequestDesk
@@ -28,6 +31,7 @@ from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.shm import ShmBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.launch.agreement import Agreement, AgreementAddress
+from moe_runtime.launch.balancing import make_expert_desk
 from moe_runtime.launch.buffers import RankBuffer, by_mode, make_buffer
 from moe_runtime.launch.kernels import kernels_of
 from moe_runtime.launch.place import Place
@@ -35,7 +39,7 @@ from moe_runtime.launch.preflight import Preflight
 from moe_runtime.launch.sockets import inbox_address
 from moe_runtime.models.decoder import Decoder, build_decoder
 from moe_runtime.models.families.registry import tensor_targets
-from moe_runtime.placement.placement import Placement, linear
+from moe_runtime.placement.placement import Placement
 from moe_runtime.report.records import StepLog
 from moe_runtime.scheduler.budget import ChunkBudget
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
@@ -58,6 +62,7 @@ class RankCard(msgspec.Struct, frozen=True, kw_only=True):
     placement: str
     agreement: AgreementAddress | None
     dispatch_window: WindowAddress | None
+    staging_window: WindowAddress | None
     pool: PoolExport | None
 
 
@@ -69,6 +74,10 @@ class Loaded:
     decoder: Decoder
     buffer: RankBuffer
     placement: Placement
+    load: ExpertLoad
+    table: SlotTable
+    registry: ExpertRegistry
+    staging_window: Window | None
     kv_cache: list[Tensor]
     pool: HostPool | None
     layout: LayoutFingerprint
@@ -86,17 +95,13 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
     deployment = place.deployment
     model = deployment.served(flight.model)
     device = torch.device(flight.effective.cluster.device)
-    placement = linear(
-        num_layers=model.num_moe_layers,
-        num_experts=model.moe.slot_experts,
-        num_ranks=place.num_ranks,
-        redundant_experts=deployment.redundant_experts,
-    )
+    placement = flight.placements[deployment.name]
     slots = placement.slots_per_rank
     buffer = make_buffer(
         model, deployment, rank=place.rank, slots_per_rank=slots, device=device, timeout=STEP_TIMEOUT
     )
-    table = SlotTable(placement, source_rank=place.rank, device=device)
+    expert_load = ExpertLoad(model.num_moe_layers, model.moe.slot_experts, device)
+    table = SlotTable(placement, source_rank=place.rank, device=device, load_LE=expert_load.counter_LE)
     decoder = build_decoder(
         model,
         slots_per_rank=slots,
@@ -107,14 +112,16 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
         deterministic=deployment.deterministic,
         kernels=kernels_of(deployment),
     )
+    targets = tensor_targets(model)
     with Checkpoint.open(Path(flight.effective.model.path)) as checkpoint:
         report = load_rank(
             checkpoint,
-            tensor_targets(model),
+            targets,
             decoder.tensors(),
             lambda layer: placement.local_experts(layer, place.rank),
         )
     decoder.prepare()
+    registry = register(decoder, targets)
     group, blocks = deployment.kv.primary, deployment.kv_cache.blocks
     pool = HostPool.create(group, blocks) if deployment.name == "prefill" else None
     shape = (blocks, group.block_tokens, group.entry)
@@ -126,6 +133,12 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
         decoder=decoder,
         buffer=buffer,
         placement=placement,
+        load=expert_load,
+        table=table,
+        registry=registry,
+        staging_window=Staging.create_window(registry.num_slots, registry.slot_bytes)
+        if deployment.balancing.enabled
+        else None,
         kv_cache=cache,
         pool=pool,
         layout=fingerprint(digest(repr(flight.model)), deployment.kv),
@@ -156,6 +169,7 @@ def card(loaded: Loaded, session: Path) -> RankCard:
         placement=loaded.placement.digest,
         agreement=loaded.agreement.open(),
         dispatch_window=loaded.dispatch_window.address if loaded.dispatch_window else None,
+        staging_window=loaded.staging_window.address if loaded.staging_window else None,
         pool=pool,
     )
 
@@ -197,6 +211,7 @@ def assemble(
     if loaded.collectives is not None:
         loaded.collectives.where = clock
         exchange = TracedExchange(exchange, loaded.collectives)
+    outbox = Outbox(context)
     desk = RequestDesk(
         identity=Identity(
             instance=place.instance.name,
@@ -206,7 +221,7 @@ def assemble(
             addresses={(c.instance, c.rank): c.inbox for c in cards},
         ),
         inbox=inbox,
-        outbox=Outbox(context),
+        outbox=outbox,
         scheduler=scheduler,
         log=StepLog(
             instance=place.instance.name,
@@ -220,6 +235,17 @@ def assemble(
         pool=loaded.pool,
         transport=transport,
         tally=Tally(flight.model.num_moe_layers),
+        experts=make_expert_desk(
+            place,
+            deployment.served(flight.model),
+            placement=loaded.placement,
+            load=loaded.load,
+            table=loaded.table,
+            registry=loaded.registry,
+            inboxes=[c.inbox for c in peers],
+            staging=[c.staging_window for c in peers],
+            outbox=outbox,
+        ),
         structures=Structures(
             Path(flight.effective.model.path), flight.model.vocab_size, flight.model.eos_token_ids
         ),

@@ -5,7 +5,8 @@ size; `agree` is a function of the proposals alone, so nothing that changes whic
 run, or with what sizes, may come from anywhere else. R ranks.
 
 Vector: version | flags | decode tokens | prefill tokens | in flight | placement epoch |
-        membership epoch | overlap gain | chunk tokens | held steps | membership bits, ceil(R / 64) words
+        membership epoch | overlap gain | chunk tokens | held steps | move |
+        membership bits, ceil(R / 64) words
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,50 @@ from numpy.typing import NDArray
 
 from moe_runtime.spec.limits import DispatchMode
 
-VERSION = 3
-FIXED_WORDS = 10
-_STOP = 1
+VERSION = 4
+FIXED_WORDS = 11
+_STOP, _MOVE_FAILED = 1, 2
 _WORD = (1 << 64) - 1
 
 
 def vector_words(num_ranks: int) -> int:
     """Length of a proposal vector."""
     return FIXED_WORDS + -(-num_ranks // 64)
+
+
+class MovePhase(IntEnum):
+    """How far a rank is with moving experts: it may begin, it is at it, all that it waits for is staged."""
+
+    READY = 0
+    STAGING = 1
+    STAGED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOffer:
+    """Where a rank stands with the unit of moves number `ticket`; 0: nothing is to move."""
+
+    ticket: int = 0
+    phase: MovePhase = MovePhase.READY
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOrder:
+    """What all ranks do with experts on the move, before the step's forward pass.
+
+    begin, commit  the unit of moves to stage, or to put in place; 0: none
+    abort          drop what is staged; the placement stays as it is
+    moving         some rank has moves before it, so nobody sleeps
+    """
+
+    begin: int = 0
+    commit: int = 0
+    abort: bool = False
+    moving: bool = False
+
+
+NO_OFFER, NO_ORDER = MoveOffer(), MoveOrder()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +77,7 @@ class StepProposal:
     chunk_tokens    prefill rows after which a step would take too long, as far as this rank can tell;
                     None: no opinion
     held_steps      steps in a row for which prefill has been held back; the same on every rank
+    move            where this rank stands with moving experts
     """
 
     decode_tokens: int
@@ -53,6 +90,7 @@ class StepProposal:
     overlap_gain: int = 0
     chunk_tokens: int | None = None
     held_steps: int = 0
+    move: MoveOffer = NO_OFFER
 
     def to_vector(self) -> NDArray[np.int64]:
         """int64 [vector_words(R)]."""
@@ -61,7 +99,7 @@ class StepProposal:
             words[rank // 64] |= int(alive) << (rank % 64)
         head = [
             VERSION,
-            _STOP * self.stop,
+            _STOP * self.stop + _MOVE_FAILED * self.move.failed,
             self.decode_tokens,
             self.prefill_tokens,
             self.in_flight,
@@ -70,6 +108,7 @@ class StepProposal:
             self.overlap_gain & _WORD,
             _WORD if self.chunk_tokens is None else self.chunk_tokens,
             self.held_steps,
+            self.move.ticket << 2 | self.move.phase,
         ]
         return np.array([*head, *words], dtype=np.uint64).view(np.int64)
 
@@ -91,6 +130,7 @@ class StepProposal:
             overlap_gain=v[7] - (1 << 64) if v[7] >> 63 else v[7],
             chunk_tokens=None if v[8] == _WORD else v[8],
             held_steps=v[9],
+            move=MoveOffer(v[10] >> 2, MovePhase(v[10] & 3), bool(v[1] & _MOVE_FAILED)),
         )
 
 
@@ -140,11 +180,13 @@ class StepDecision:
     chunk_tokens   and at most so many of prefill
     held           prefill waits for ranks that have none, so that they prefill together
     decode_rows    of the rank that has most of them; `prefill_rows` likewise
-    fill           rows of all ranks / (ranks x rows of the fullest): what lock-step makes of the step
+    rows           of all ranks together
+    fill           `rows` / (ranks x rows of the fullest): what lock-step makes of the step
     decode_only    no rank has prefill rows: decides the order of stages of two micro-batches
     dispatch_mode  the plan's; per step: low_latency if every rank is decode-only and one round carries it
     rounds         dispatch rounds of each MoE layer, of at most `round_tokens` rows per rank
     micro_batches  1 or 2, and why
+    move           what to do with experts on the move before anything else
     """
 
     kind: StepKind
@@ -153,6 +195,7 @@ class StepDecision:
     held: bool = False
     decode_rows: int = 0
     prefill_rows: int = 0
+    rows: int = 0
     fill: float = 1.0
     decode_only: bool = False
     dispatch_mode: DispatchMode = "normal"
@@ -161,6 +204,7 @@ class StepDecision:
     micro_batches: int = 1
     overlap_reason: OverlapReason = OverlapReason.OFF
     placement_epoch: int = 0
+    move: MoveOrder = NO_ORDER
     alive: tuple[bool, ...] = ()
 
 
@@ -173,15 +217,15 @@ def step_tokens(proposal: StepProposal, level: int, chunk_tokens: int) -> int:
 def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecision:
     """The decision that follows from the proposals of all live ranks, in rank order."""
     alive = tuple(all(flags) for flags in zip(*(p.alive for p in proposals), strict=True))
-    # A placement is used only once every rank has it.
-    epoch = min(p.placement_epoch for p in proposals)
+    # Placements change by agreement alone, so all ranks have the same.
+    epoch, move = min(p.placement_epoch for p in proposals), _move(proposals)
     if not any(p.decode_tokens or p.prefill_tokens for p in proposals):
         kind = StepKind.PARK
         if any(p.in_flight for p in proposals):
             kind = StepKind.FLUSH
         elif all(p.stop for p in proposals):
             kind = StepKind.STOP
-        return StepDecision(kind=kind, placement_epoch=epoch, alive=alive)
+        return StepDecision(kind=kind, placement_epoch=epoch, move=move, alive=alive)
 
     # Lock-step costs the slowest rank, so every rank may fill up to what the fullest one needs.
     held = _hold(proposals, limits)
@@ -205,6 +249,7 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
         held=held,
         decode_rows=most_decode,
         prefill_rows=max(r - p.decode_tokens for r, p in zip(rows, proposals, strict=True)),
+        rows=sum(rows),
         fill=sum(rows) / (len(rows) * largest) if largest else 1.0,
         decode_only=decode_only,
         dispatch_mode=_dispatch_mode(limits, fits=decode_only and rounds == 1),
@@ -213,7 +258,24 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
         micro_batches=micro_batches,
         overlap_reason=reason,
         placement_epoch=epoch,
+        move=move,
         alive=alive,
+    )
+
+
+def _move(proposals: Sequence[StepProposal]) -> MoveOrder:
+    """All ranks begin, or commit, the same unit in the same step; one that has failed stops all."""
+    if any(p.move.failed for p in proposals):
+        return MoveOrder(abort=True)
+    offers = {p.move for p in proposals}
+    moving = offers != {NO_OFFER}
+    if len(offers) > 1 or not moving:
+        return MoveOrder(moving=moving)
+    (offer,) = offers
+    return MoveOrder(
+        begin=offer.ticket if offer.phase is MovePhase.READY else 0,
+        commit=offer.ticket if offer.phase is MovePhase.STAGED else 0,
+        moving=True,
     )
 
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from moe_runtime.engine.balancing.agent import ExpertDesk
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.extras import NOTHING, Extras
 from moe_runtime.engine.messages import (
@@ -31,6 +32,7 @@ from moe_runtime.engine.messages import (
     StepTokens,
     Submit,
     SubmitTransferred,
+    ToFrontend,
     Token,
     ToRank,
     Wake,
@@ -94,6 +96,7 @@ class RequestDesk:
     transport: KVTransport | None
     structures: Structures
     tally: Tally
+    experts: ExpertDesk
     stopping: bool = False
     wake_step: int = -1
     changed: bool = False
@@ -114,6 +117,7 @@ class RequestDesk:
         self._poll_compiling()
         self._poll_pulls()
         now = time.monotonic()
+        self.experts.poll(now)
         self._renew(now)
         for lease in self.leases.expire(now):
             self._end_lease(lease.blocks)
@@ -143,7 +147,7 @@ class RequestDesk:
     def has_work(self) -> bool:
         """There is something that a step could run or should learn of."""
         running = self.scheduler.table.ready.any()
-        return bool(running) or bool(self.scheduler.waiting) or self.idle_stop
+        return bool(running) or bool(self.scheduler.waiting) or self.idle_stop or self.experts.busy
 
     @property
     def idle_stop(self) -> bool:
@@ -197,6 +201,7 @@ class RequestDesk:
         peers = [a for (i, _), a in self.identity.addresses.items() if i == self.identity.instance]
         self.outbox.close(unwanted={*peers, *filter(None, self._left.values())})
         self.structures.close()
+        self.experts.close()
         if self.transport is not None:
             self.transport.close()
 
@@ -236,6 +241,9 @@ class RequestDesk:
                 self._watchers.watch(frontend, 0.0)
                 self._left[frontend] = self._frontends.pop(frontend, None)
                 self.stopping = len(self._left) >= frontends
+            case _:
+                for frontend, answer in self.experts.handle(message):
+                    self._tell(frontend, answer)
 
     def _admit(self, message: Submit | SubmitTransferred, constraint: Constraint | None) -> None:
         """Queue a request at the scheduler, or refuse it."""
@@ -360,12 +368,11 @@ class RequestDesk:
                 others_tokens=sum(len(s.tokens) for s in others),
                 chunk_tokens=self.tally.chunk_tokens,
                 totals=self.tally.totals(),
+                balancing=self.experts.status(now),
             )
             self._tell(frontend, status)
 
-    def _tell(
-        self, frontend: int, message: "Ready | StepTokens | Prefilled | Refused | Stats | Status"
-    ) -> None:
+    def _tell(self, frontend: int, message: "ToFrontend") -> None:
         if frontend in self._left:
             return
         address = self._frontends.get(frontend)

@@ -5,6 +5,11 @@ Every process has one inbox (a PULL socket); whoever knows its address may PUSH 
 
 import msgspec
 
+from moe_runtime.engine.balancing.wire import (
+    BalancingStatus,
+    ToFrontendBalancing,
+    ToRankBalancing,
+)
 from moe_runtime.report.records import StepBatch
 from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.spec.requests import Request
@@ -200,6 +205,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                     hold prefixes that a new request may reuse
     others_tokens   prompt and requested output tokens of what other frontends have here
     chunk_tokens    prefill rows that the newest step was allowed
+    balancing       None where experts stay where they are
     """
 
     instance: str
@@ -218,7 +224,20 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     others_tokens: int
     chunk_tokens: int
     totals: RankTotals
+    balancing: BalancingStatus | None = None
 
 
-ToRank = Hello | Watch | Submit | SubmitTransferred | Abort | Release | Renew | Wake | Collect | Goodbye
-ToFrontend = Ready | StepTokens | Prefilled | Refused | Stats | Status
+ToRank = (
+    Hello
+    | Watch
+    | Submit
+    | SubmitTransferred
+    | Abort
+    | Release
+    | Renew
+    | Wake
+    | Collect
+    | Goodbye
+    | ToRankBalancing
+)
+ToFrontend = Ready | StepTokens | Prefilled | Refused | Stats | Status | ToFrontendBalancing

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from moe_runtime.engine import device_step, split
-from moe_runtime.engine.agree import AgreeLimits, StepDecision, StepKind, StepProposal, agree
+from moe_runtime.engine.agree import (
+    NO_OFFER,
+    AgreeLimits,
+    StepDecision,
+    StepKind,
+    StepProposal,
+    agree,
+)
+from moe_runtime.engine.balancing.agent import Balancing
 from moe_runtime.engine.clock import OUTSIDE, StepClock
 from moe_runtime.engine.desk import RequestDesk
 from moe_runtime.engine.device_step import NO_SAMPLES, Samples
@@ -27,6 +35,7 @@ from moe_runtime.scheduler.budget import ChunkBudget
 from moe_runtime.scheduler.scheduler import Scheduled, Scheduler
 
 WARM_UP_TOKENS = 64
+MOVING_SECONDS = 0.001  # between steps in which there is nothing to do but move experts
 POISON = 1e30  # finite, so that a masked position times zero stays zero
 
 
@@ -51,6 +60,11 @@ class RankEngine:
     _in_flight: deque[tuple[Scheduled, Samples]] = field(default_factory=deque)
     _previous: Samples = NO_SAMPLES
 
+    @property
+    def balancing(self) -> Balancing | None:
+        """None where experts stay where they are."""
+        return self.desk.experts.balancing
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """COLLECTIVE: run once what requests will run, before they are welcome."""
@@ -63,6 +77,9 @@ class RankEngine:
                 num_tokens=min(tokens, self.scheduler.limits.max_positions - 1),
                 clock=self.clock,
             )
+        if self.balancing is not None:
+            self.balancing.rehearse()
+        self.desk.experts.load.reset()
         self.meter.take()
 
     @torch.inference_mode()
@@ -76,6 +93,8 @@ class RankEngine:
         self.clock.begin(self.step_number)
         self.desk.receive()
         decision = self._agree(self._propose())
+        if self.balancing is not None:
+            self.balancing.follow(decision.move)
         if decision.kind is StepKind.FORWARD:
             scheduled = self._forward(decision)
             self._commit(leave=self.pipeline_depth)
@@ -83,7 +102,7 @@ class RankEngine:
         elif decision.kind is StepKind.FLUSH:
             self._commit(leave=0)
         elif decision.kind is StepKind.PARK:
-            self._park()
+            self._park(decision)
         self.step_number += 1
         return decision.kind
 
@@ -101,10 +120,11 @@ class RankEngine:
             prefill_tokens=work.prefill_tokens,
             in_flight=len(self._in_flight),
             stop=self.desk.idle_stop,
-            placement_epoch=0,
+            placement_epoch=self.balancing.epoch if self.balancing else 0,
             membership_epoch=0,
             alive=(True,) * self.desk.identity.num_ranks,
             held_steps=self.held_steps,
+            move=self.balancing.offer() if self.balancing else NO_OFFER,
             chunk_tokens=self.budget.rows(work.decode_tokens) if self.budget else None,
             overlap_gain=round(1e6 * self.overlap.gain(work.decode_tokens + work.prefill_tokens)),
         )
@@ -166,6 +186,12 @@ class RankEngine:
                 decode_rows=decision.decode_rows, prefill_rows=decision.prefill_rows, seconds=wall
             )
         row = step_row(scheduled, decision, totals)
+        if self.balancing is not None:
+            self.balancing.after_step(
+                rows=decision.rows,
+                received_L=row["received_rows"],
+                expert_seconds=self.clock.seconds[PHASES.index("experts")],
+            )
         row |= {"wall": wall, "phases": self.clock.seconds, "preemptions": self.scheduler.take_preemptions()}
         self.desk.tally.add(row, step_fill=decision.fill, chunk_tokens=decision.chunk_tokens)
         if not self.desk.watched:
@@ -176,8 +202,11 @@ class RankEngine:
                 **row,
             )
 
-    def _park(self) -> None:
+    def _park(self, decision: StepDecision) -> None:
         """Block until a message, a finished pull or a peer gives this rank something to do."""
+        if decision.move.moving:  # all ranks know
+            self.desk.inbox.wait(MOVING_SECONDS)
+            return
         self.desk.changed = False
         while self.desk.wake_step <= self.step_number:
             if self.desk.changed and self.desk.has_work:

@@ -4,7 +4,7 @@ L MoE layers, E experts, S slots. CSR: replicas of expert e are
 replica_slots[l, replica_start[l, e] : replica_start[l, e+1]].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,10 +18,18 @@ class SlotTable:
     """replica_start int32 [L, E+1], replica_slots int32 [L, S], cumulative uint16 [L, S].
 
     `offset` shifts this rank's place in the cumulative tables, so that ranks with few tokens
-    spread over the replicas instead of all meeting the same one.
+    spread over the replicas instead of all meeting the same one. `load_LE` int64 [L, E] is increased by
+    every pair that is given a slot.
     """
 
-    def __init__(self, placement: Placement, *, source_rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        source_rank: int,
+        device: torch.device,
+        load_LE: Tensor | None = None,
+    ) -> None:
         start, slots = placement.replicas
         self.epoch = placement.epoch
         # Copies: the placement stays what it is when the table is updated.
@@ -29,7 +37,17 @@ class SlotTable:
         self.replica_slots = torch.tensor(slots, device=device)
         self.cumulative = torch.tensor(placement.cumulative_csr, device=device)
         self.offset = source_rank * FULL_RANGE // placement.num_ranks
+        self.load_LE = load_LE
         self._choose = select("choose_slots", device.type)
+
+    def update(self, placement: Placement, layers: Sequence[int]) -> None:
+        """Show these layers of another placement of the same sizes, at the same addresses."""
+        start, slots = placement.replicas
+        for layer in layers:
+            self.replica_start[layer].copy_(torch.from_numpy(start[layer]))
+            self.replica_slots[layer].copy_(torch.from_numpy(slots[layer]))
+            self.cumulative[layer].copy_(torch.from_numpy(placement.cumulative_csr[layer]))
+        self.epoch = placement.epoch
 
     def layer(self, moe_layer: int) -> "LayerSlots":
         """The view that one decoder layer is built with."""
@@ -44,8 +62,11 @@ class LayerSlots:
         self._slots = table.replica_slots[moe_layer]
         self._cumulative = table.cumulative[moe_layer]
         self._offset = table.offset
+        self._load = None if table.load_LE is None else table.load_LE[moe_layer]
         self._kernel = choose
 
     def choose(self, expert_ids_TK: Tensor, step: StepContext) -> Tensor:
         """Expert ids int64 [T, K] -> slot ids int64 [T, K], `balanced` mode."""
-        return self._kernel(expert_ids_TK, self._start, self._slots, self._cumulative, self._offset)
+        return self._kernel(
+            expert_ids_TK, self._start, self._slots, self._cumulative, self._offset, load_E=self._load
+        )

@@ -81,7 +81,7 @@ def memory_per_rank(
         redundant_experts=(deployment.slots_per_rank - own_slots) * slot,
         dispatch=_dispatch_bytes(deployment, model, dtype),
         kv_cache=sum(group.block_bytes for group in deployment.kv.groups) * kv.blocks,
-        staging=0,
+        staging=staging_bytes(deployment, model, dtype),
         workspace=workspace_bytes(
             model,
             dtype=dtype,
@@ -90,7 +90,7 @@ def memory_per_rank(
             context_tokens=context,
         ),
         notes=(
-            "staging is 0: experts do not move while the instance runs",
+            "staging holds a layer's slots where experts move, and is 0 where they do not",
             "dispatch buffers are the worst case of one round; workspace is an estimate",
         ),
     )
@@ -99,6 +99,13 @@ def memory_per_rank(
 def memory_budgets(effective: EffectivePlan, model: ModelSpec) -> tuple[MemoryBudget, ...]:
     """One budget per deployment, in plan order."""
     return tuple(memory_per_rank(effective, d, model) for d in effective.deployments)
+
+
+def staging_bytes(deployment: EffectiveDeployment, model: ModelSpec, dtype: str) -> int:
+    """A place for each of a rank's slots of one layer, if experts move; without alignment of its places."""
+    if not deployment.balancing.enabled:
+        return 0
+    return deployment.slots_per_rank * slot_bytes(model, dtype) // model.num_moe_layers
 
 
 def largest_term(budgets: Sequence[MemoryBudget], ranks: Sequence[int]) -> tuple[int, str]:

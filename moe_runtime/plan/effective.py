@@ -85,7 +85,15 @@ class EffectiveOverlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveBalancing:
+    """`initial` is `linear` or an absolute path."""
+
     enabled: bool
+    initial: str
+    interval_tokens: int
+    horizon_windows: float
+    min_gain: float
+    bytes_per_step: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

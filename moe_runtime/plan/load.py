@@ -16,7 +16,7 @@ from moe_runtime.plan.invalid import invalid_values
 from moe_runtime.plan.keys import DEPLOYMENTS, children, key_of, leaf_paths, meant_section, suggestion
 from moe_runtime.plan.plan_rules import plan_problems
 from moe_runtime.plan.problems import Path, Problem, dotted, raise_problems, shorten
-from moe_runtime.plan.schema import DEPLOYMENT_NAMES, Plan
+from moe_runtime.plan.schema import DEPLOYMENT_NAMES, DeploymentSection, Plan
 from moe_runtime.plan.yaml_tree import parse
 
 MAX_FILE_BYTES = 1 << 20
@@ -61,8 +61,8 @@ class LoadedPlan:
 def load_plan(path: FilePath, overrides: Sequence[str] = ()) -> LoadedPlan:
     """Reads, overrides and validates a plan.
 
-    `overrides` are `key.path=value`, the value in YAML; later ones win. A relative `model.path`,
-    wherever it was set, starts at the folder of the plan file. Raises PlanError.
+    `overrides` are `key.path=value`, the value in YAML; later ones win. A relative `model.path` or
+    `balancing.initial`, wherever it was set, starts at the folder of the plan file. Raises PlanError.
     """
     draft = _Draft(path.name)
     draft.read(path)
@@ -82,10 +82,24 @@ def load_plan(path: FilePath, overrides: Sequence[str] = ()) -> LoadedPlan:
     origins = {dotted(p): draft.origins.get(p, DEFAULT) for p in leaf_paths(list(plan.deployments))}
     return LoadedPlan(
         path=path,
-        plan=plan.model_copy(update={"model": section}),
+        plan=plan.model_copy(
+            update={
+                "model": section,
+                "deployments": {name: _placed(d, folder) for name, d in plan.deployments.items()},
+            }
+        ),
         overrides=tuple(overrides),
         origins=origins,
     )
+
+
+def _placed(deployment: DeploymentSection, folder: FilePath) -> DeploymentSection:
+    """With an absolute path of the file that the initial placement comes from, if it does."""
+    balancing = deployment.balancing
+    if balancing.initial == "linear":
+        return deployment
+    path = str((folder / balancing.initial).resolve())
+    return deployment.model_copy(update={"balancing": balancing.model_copy(update={"initial": path})})
 
 
 def _where(origin: Origin, file: str) -> str:

@@ -140,7 +140,7 @@ def _deployment(
         overlap=EffectiveOverlap(
             micro_batches=settle(f"{at}.overlap.micro_batches", d.overlap.micro_batches, overlap, why)
         ),
-        balancing=EffectiveBalancing(enabled=d.balancing.enabled),
+        balancing=EffectiveBalancing(**d.balancing.model_dump()),
         deterministic=d.deterministic,
         kernels=EffectiveKernels(
             experts=settle(f"{at}.kernels.experts", d.kernels.experts, *own),

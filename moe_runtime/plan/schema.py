@@ -97,9 +97,24 @@ class OverlapSection(Section):
 
 
 class BalancingSection(Section):
-    """Live rebalancing of the experts."""
+    """Where experts sit: `initial` at the start, and live rebalancing from there, if `enabled`.
+
+    initial          `linear`, or a file: a placement, or recorded loads to solve one for; a relative path
+                     starts at the plan file's folder
+    interval_tokens  rows of all ranks of an instance between decisions
+    horizon_windows  intervals for which a better placement of a steady load is expected to pay
+    min_gain         part by which a layer's peak has to fall for the layer to change
+    bytes_per_step   that leave a rank in a step
+    timeout_s        for one layer to be staged on every rank, before it is dropped
+    """
 
     enabled: bool = False
+    initial: Text = "linear"
+    interval_tokens: Annotated[int, Ge(1), Le(2**40)] = 16384
+    horizon_windows: Annotated[float, Gt(0), Le(1e6)] = 256.0
+    min_gain: Annotated[float, Ge(0), Le(1)] = 0.01
+    bytes_per_step: Annotated[int, Ge(1), Le(2**40)] = 16 << 20
+    timeout_s: Annotated[float, Gt(0), Le(3600)] = 10.0
 
 
 class KernelsSection(Section):

@@ -37,7 +37,6 @@ RULES = (
         ("auto", MODEL_DTYPE, "bfloat16", "float8_e4m3"),
         "dispatch in a wider dtype than the model's",
     ),
-    Rule("deployments.*.balancing.enabled", (False,), "live rebalancing"),
 )
 RULES_TO_RUN = (Rule("cluster.device", ("cpu",), "running on GPUs"),)
 

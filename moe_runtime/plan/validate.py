@@ -61,7 +61,7 @@ def _problems(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
     for d in effective.deployments:
         shared = list(_shared_experts(d, model))
         experts = shared or [*_experts(d, d.served(model)), *_payload(d, model)]
-        device = list(_device(effective, d))
+        device = [*_device(effective, d), *_balancing(effective, d)]
         yield from (*experts, *device)
         if not experts and not device:
             yield from _limits(effective, d, d.served(model))
@@ -116,6 +116,22 @@ def _device(effective: EffectivePlan, d: EffectiveDeployment) -> Iterator[Proble
             value=d.dispatch.backend,
             hint="set it to auto",
         )
+
+
+def _balancing(effective: EffectivePlan, d: EffectiveDeployment) -> Iterator[Problem]:
+    """Experts move between ranks that share memory."""
+    if not d.balancing.enabled:
+        return
+    nodes = effective.nodes_of_an_instance(d.name)
+    text = ""
+    if d.expert_parallel == 1:
+        text = "has nothing to balance: the instance is one rank"
+    elif nodes > 1:
+        text = f"moves experts within one node in this version; an instance spans {nodes}"
+    elif effective.cluster.device != "cpu":
+        text = f"runs on cpu in this version; cluster.device is {effective.cluster.device}"
+    if text:
+        yield Problem(path=_at(d, "balancing", "enabled"), text=text, value=True, hint="set it to false")
 
 
 def _experts(d: EffectiveDeployment, model: ModelSpec) -> Iterator[Problem]:

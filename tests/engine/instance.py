@@ -141,7 +141,7 @@ def never_park(driven: Driven) -> None:
         return decision
 
     setattr(rank_module, "agree", keep)  # noqa: B010
-    setattr(rank_module.RankEngine, "_park", lambda engine: None)  # noqa: B010
+    setattr(rank_module.RankEngine, "_park", lambda *_: None)  # noqa: B010
 
 
 @torch.inference_mode()

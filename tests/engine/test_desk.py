@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from moe_runtime.engine.balancing.agent import ExpertDesk
+from moe_runtime.engine.balancing.load import ExpertLoad
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.desk import Identity, RequestDesk
 from moe_runtime.engine.messages import (
@@ -29,6 +32,7 @@ from moe_runtime.engine.messages import (
 )
 from moe_runtime.engine.tally import Tally
 from moe_runtime.errors import LeaseExpired, RequestRefused
+from moe_runtime.placement.placement import linear
 from moe_runtime.report.records import StepLog
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
 from moe_runtime.spec.requests import Request, SamplingParams, Structure
@@ -144,6 +148,14 @@ class Rank:
             pool=None,
             transport=self.transport if deployment == "decode" else None,
             tally=Tally(1),
+            experts=ExpertDesk(
+                instance=name,
+                deployment=deployment,
+                rank=0,
+                layers=(1,),
+                load=ExpertLoad(1, 4, torch.device("cpu")),
+                placement=linear(num_layers=1, num_experts=4, num_ranks=1),
+            ),
             structures=self.structures,  # type: ignore[arg-type]
         )
         self.give(Hello(frontend=0, address="frontend"))

@@ -195,7 +195,7 @@ NOT_YET = [
     Bad("rebalancing one rank", f"{D}.balancing.enabled", ("nothing to balance",), "set it to false",
         sets=(f"{D}.balancing.enabled=true", f"{D}.expert_parallel=1", "cluster.ranks_per_node=3"),
         value=True),
-    Bad("interval of nothing", f"{D}.balancing.interval_tokens", ("an integer from 1",),
+    Bad("interval of nothing", f"{D}.balancing.interval_tokens", ("an integer from 1",), "",
         sets=(f"{D}.balancing.interval_tokens=0",), value=0),
     Bad("batch invariant on GPUs", f"{D}.deterministic", ("no batch-invariant kernels",), "set it to false",
         sets=(f"{D}.deterministic=true", "cluster.device=cuda", "cluster.hardware=h100-sxm"), value=True),

@@ -25,7 +25,7 @@ def test_budget_of_the_split_plan(tmp_path: Path):
         assert budget.shared_weights == 4 * (counts.replicated + counts.replicated_fp32)
         assert budget.kv_cache == 512 * 16 * 8 * 576 * 4
         assert budget.staging == 0
-        assert any("staging is 0" in note for note in budget.notes)
+        assert any("staging" in note for note in budget.notes)
     assert (prefill.experts, prefill.redundant_experts) == (16 * 7 * counts.expert * 4, 0)
     assert (decode.experts, decode.redundant_experts) == (
         8 * 7 * counts.expert * 4,
@@ -33,6 +33,12 @@ def test_budget_of_the_split_plan(tmp_path: Path):
     )
     assert decode.total == sum(size for _, size in decode.terms)
     assert len(decode.terms) == 7
+
+
+def test_staging_holds_a_layers_slots_where_experts_move(tmp_path: Path):
+    _, _, (prefill, decode) = checked(tmp_path, SPLIT, "deployments.decode.balancing.enabled=true")
+    assert prefill.staging == 0
+    assert decode.staging == 10 * parameter_counts(SMALL_DEEPSEEK).expert * 4
 
 
 def test_weights_of_all_ranks_are_the_model(tmp_path: Path):

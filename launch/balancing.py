@@ -1,0 +1,89 @@
+"""Builds a rank's expert desk: counters always, and live rebalancing where the plan asks for it."""
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from moe_runtime.engine.balancing.agent import Balancing, ExpertDesk
+from moe_runtime.engine.balancing.controller import Controller, Settings
+from moe_runtime.engine.balancing.courier import Staging
+from moe_runtime.engine.balancing.load import ExpertLoad, LoadMerge, WindowMeter
+from moe_runtime.engine.balancing.mover import Mover
+from moe_runtime.engine.balancing.registry import ExpertRegistry
+from moe_runtime.engine.balancing.solver import SolverProcess
+from moe_runtime.engine.balancing.wire import NewPlacement
+from moe_runtime.engine.sockets import Outbox
+from moe_runtime.expert_parallel.slot_table import SlotTable
+from moe_runtime.launch.place import Place
+from moe_runtime.placement.placement import Placement
+from moe_runtime.shared_memory import WindowAddress
+from moe_runtime.spec.model import ModelSpec
+
+
+def make_expert_desk(
+    place: Place,
+    model: ModelSpec,
+    *,
+    placement: Placement,
+    load: ExpertLoad,
+    table: SlotTable,
+    registry: ExpertRegistry,
+    inboxes: Sequence[str],
+    staging: Sequence[WindowAddress | None],
+    outbox: Outbox,
+) -> ExpertDesk:
+    """`model` as it is served; `inboxes` and `staging` of the instance's ranks, in their order."""
+    settings = place.deployment.balancing
+    desk = ExpertDesk(
+        instance=place.instance.name,
+        deployment=place.deployment.name,
+        rank=place.rank,
+        layers=tuple(model.moe_layers),
+        load=load,
+        placement=placement,
+    )
+    if not settings.enabled:
+        return desk
+    sizes = {"num_slots": registry.num_slots, "slot_bytes": registry.slot_bytes}
+    mover = Mover(
+        rank=place.rank,
+        placement=placement,
+        table=table,
+        registry=registry,
+        staging=[Staging.open(address, **sizes) for address in staging if address is not None],
+        bytes_per_step=settings.bytes_per_step,
+        timeout=settings.timeout_s,
+    )
+
+    def send(rank: int, message: msgspec.Struct) -> None:
+        outbox.send(inboxes[rank], message)
+
+    def send_others(message: NewPlacement) -> None:
+        for rank in range(1, place.num_ranks):
+            send(rank, message)
+
+    solver = SolverProcess() if place.rank == 0 else None
+    controller = None
+    if solver is not None:
+        controller = Controller(
+            merge=LoadMerge(place.num_ranks, placement.num_layers, placement.num_experts),
+            solver=solver,
+            settings=Settings(
+                to_fill=placement.num_experts + place.deployment.redundant_experts,
+                horizon_windows=settings.horizon_windows,
+                min_gain=settings.min_gain,
+            ),
+            mover=mover,
+            send=send_others,
+            started=time.monotonic(),
+        )
+    desk.balancing = Balancing(
+        instance=place.instance.name,
+        mover=mover,
+        meter=WindowMeter(load, rank=place.rank, interval_tokens=settings.interval_tokens),
+        send=send,
+        controller=controller,
+        solver=solver,
+    )
+    return desk
