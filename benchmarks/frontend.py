@@ -45,7 +45,8 @@ from moe_runtime.engine.messages import Abort, Hello, Ready, StepTokens, Submit,
 from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.frontend.admission import Admission, derive_limits
 from moe_runtime.frontend.board import Board
-from moe_runtime.frontend.fleet import Bootstrap, Fleet, RankAddress
+from moe_runtime.frontend.bootstrap import Bootstrap, RankAddress
+from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.metrics import Metrics
 from moe_runtime.frontend.openai.sampling import ModelLimits
 from moe_runtime.frontend.server.app import make_app

@@ -19,7 +19,7 @@ import msgspec
 
 from moe_runtime.engine.sockets import ipc_address
 from moe_runtime.errors import InputError
-from moe_runtime.frontend.fleet import Bootstrap, RankAddress
+from moe_runtime.frontend.bootstrap import Bootstrap, RankAddress
 from moe_runtime.launch import environment
 from moe_runtime.launch.console import say
 from moe_runtime.launch.preflight import Preflight

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from moe_runtime.files import require_outputs
-from moe_runtime.frontend.fleet import Bootstrap, Fleet
+from moe_runtime.frontend.bootstrap import Bootstrap
+from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.launch import environment, local
 from moe_runtime.launch.console import say
 from moe_runtime.launch.parent import watch_parent

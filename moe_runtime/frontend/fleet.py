@@ -31,30 +31,12 @@ from moe_runtime.engine.messages import (
 )
 from moe_runtime.engine.sockets import Outbox
 from moe_runtime.errors import RequestRefused
+from moe_runtime.frontend.bootstrap import Bootstrap, RankAddress
 from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.router import AFFINITY_TOKENS, Router, Target
 from moe_runtime.report.records import RankSteps, unpack
 from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.spec.requests import FinishReason, Request, SamplingParams
-
-
-class RankAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank listens, what it is, and how many tokens its KV cache holds."""
-
-    instance: str
-    deployment: str
-    rank: int
-    address: str
-    kv_tokens: int
-
-
-class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frontend is told when it starts. `frontends`: how many there are, this one among them."""
-
-    frontend: int
-    frontends: int
-    address: str
-    ranks: list[RankAddress]
 
 
 class Fleet:

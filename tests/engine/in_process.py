@@ -12,7 +12,8 @@ from pathlib import Path
 from moe_runtime.engine.messages import Status
 from moe_runtime.engine.rank import RankEngine
 from moe_runtime.engine.sockets import ipc_address
-from moe_runtime.frontend.fleet import Bootstrap, Fleet, RankAddress
+from moe_runtime.frontend.bootstrap import Bootstrap, RankAddress
+from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.live import Live
 from moe_runtime.launch import worker
 from moe_runtime.launch.place import place_of

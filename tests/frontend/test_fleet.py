@@ -25,7 +25,8 @@ from moe_runtime.engine.messages import (
     ToRank,
 )
 from moe_runtime.errors import RequestRefused
-from moe_runtime.frontend.fleet import Bootstrap, Fleet, RankAddress
+from moe_runtime.frontend.bootstrap import Bootstrap, RankAddress
+from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.spec.requests import FinishReason, SamplingParams
 from moe_runtime.transfer.handoff import Handoff, KVSource
 

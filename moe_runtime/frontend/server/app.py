@@ -137,7 +137,7 @@ class _Endpoints:
 
     async def health(self) -> Response:
         """Liveness: this frontend answers, and every rank that was ready has reported lately."""
-        silent = [] if self._service.not_ready() else self._service.metrics.board.stale(time.monotonic())
+        silent = self._service.silent(time.monotonic())
         return Json({"status": "silent" if silent else "ok", "silent": silent}, 503 if silent else 200)
 
     async def ready(self) -> Response:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from moe_runtime.errors import RequestRefused
 from moe_runtime.frontend.admission import Admission
+from moe_runtime.frontend.board import STALE_SECONDS
 from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.metrics import Metrics
 from moe_runtime.frontend.openai.choices import Choice, News
@@ -20,6 +21,7 @@ from moe_runtime.frontend.text.output import TextOutput
 from moe_runtime.frontend.text.vocabulary import Vocabulary
 from moe_runtime.spec.requests import FinishReason, SamplingParams
 
+SILENT_SECONDS = 30.0
 _LONGEST_SLEEP = 0.25
 
 
@@ -91,7 +93,7 @@ class Service:
         self.ranks_per_node = ranks_per_node
         self._running: set[Running] = set()
         self._choices: dict[int, Running] = {}
-        self._all_ready = False
+        self._ready_since: float | None = None
 
     @property
     def num_requests(self) -> int:
@@ -100,9 +102,21 @@ class Service:
 
     def not_ready(self) -> list[str]:
         """Names of the ranks that are not ready yet."""
-        missing = [] if self._all_ready else self.backend.missing
-        self._all_ready = not missing
+        if self._ready_since is not None:
+            return []
+        missing = self.backend.missing
+        if not missing:
+            self._ready_since = time.monotonic()
         return missing
+
+    def silent(self, now: float) -> list[str]:
+        """Names of the ranks, once all were ready, that have not reported for `SILENT_SECONDS`.
+
+        A rank reports between steps, and one step may take long where the machine is slow.
+        """
+        if self.not_ready() or self._ready_since is None or now - self._ready_since < SILENT_SECONDS:
+            return []
+        return self.metrics.board.stale(now - SILENT_SECONDS + STALE_SECONDS)
 
     def start(self, orders: Sequence[Order], terms: Terms) -> "Running":
         """Send all outputs of a request to the ranks, or none of them.

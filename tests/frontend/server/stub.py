@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from moe_runtime.checkpoint.tokenizer import Tokenizer
-from moe_runtime.engine.messages import Logprobs
+from moe_runtime.engine.messages import Logprobs, RankTotals, Status
 from moe_runtime.frontend.admission import Admission, AdmissionLimits
 from moe_runtime.frontend.board import Board
 from moe_runtime.frontend.live import Live
@@ -187,3 +187,14 @@ def make_server(model: ServedModel, **options) -> StubServer:
 def shutting_down() -> ApiError:
     """What requests are told when the server cannot wait for them."""
     return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
+def rank_status(rank: int, time: float, **fields) -> Status:
+    """What a rank of `unified-0` says of itself."""
+    base = {
+        "step": 1, "waiting": 0, "waiting_tokens": 0, "running": 0, "pulling": 0, "kv_blocks": 100,
+        "kv_used": 25, "kv_cached": 10, "block_tokens": 16, "others_tokens": 0, "chunk_tokens": 256,
+        "totals": RankTotals(),
+    }  # fmt: skip
+    known = {"instance": "unified-0", "deployment": "unified", "rank": rank, "time": time}
+    return Status(**{**base, **known, **fields})

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import httpx
 import openai
@@ -12,7 +13,7 @@ from moe_runtime.frontend.server.lifecycle import finish
 from moe_runtime.spec.requests import Structure
 from tests.frontend.server import stub
 from tests.frontend.server.corpus import CHAT, COMPLETIONS, HOSTILE
-from tests.frontend.server.stub import StubServer
+from tests.frontend.server.stub import StubServer, rank_status
 
 HI = [{"role": "user", "content": "hi"}]
 TOOLS: list[dict] = [
@@ -549,6 +550,29 @@ def test_what_outlasts_the_grace_time_is_told_so(model):
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
 
     run(model, story)
+
+
+def test_a_rank_that_falls_silent_is_named(model, monkeypatch):
+    async def story(server: StubServer, http):
+        clock = [1000.0]
+        monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+        assert (await http.get("/health")).json() == {"status": "ok", "silent": []}
+        board = server.service.metrics.board
+        board.observe(rank_status(0, 1020.0), 1020.0)
+        clock[0] = 1049.0
+        assert (await http.get("/health")).status_code == 200
+        clock[0] = 1051.0
+        answer = await http.get("/health")
+        assert (answer.status_code, answer.json()["silent"]) == (503, ["unified-0 rank 0"])
+
+    async def go():
+        server = stub.make_server(model)
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=server.app), base_url="http://x"
+        ) as http:
+            await story(server, http)
+
+    asyncio.run(go())
 
 
 def test_draining(model):

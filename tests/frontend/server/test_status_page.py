@@ -5,19 +5,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from moe_runtime.engine.messages import RankTotals, Status
+from moe_runtime.engine.messages import RankTotals
 from moe_runtime.frontend.server.status_page import render_status
 from tests.frontend.server import stub
-
-
-def status(rank: int, time: float, **fields) -> Status:
-    base = {
-        "step": 1, "waiting": 0, "waiting_tokens": 0, "running": 0, "pulling": 0, "kv_blocks": 100,
-        "kv_used": 25, "kv_cached": 10, "block_tokens": 16, "others_tokens": 0, "chunk_tokens": 256,
-        "totals": RankTotals(),
-    }  # fmt: skip
-    known = {"instance": "unified-0", "deployment": "unified", "rank": rank, "time": time}
-    return Status(**{**base, **known, **fields})
+from tests.frontend.server.stub import rank_status
 
 
 class Balanced(HTMLParser):
@@ -49,8 +40,8 @@ def service(model):
     for rank in (0, 1):
         old = RankTotals(received_rows=[0], output_tokens=0)
         new = RankTotals(received_rows=[10 + 30 * rank], output_tokens=500)
-        board.observe(status(rank, 10.0, totals=old), 10.0)
-        board.observe(status(rank, 15.0, totals=new, running=3, waiting=2, waiting_tokens=1234), 15.0)
+        board.observe(rank_status(rank, 10.0, totals=old), 10.0)
+        board.observe(rank_status(rank, 15.0, totals=new, running=3, waiting=2, waiting_tokens=1234), 15.0)
     return server
 
 
