@@ -105,7 +105,6 @@ def choose_slots(
     if not sticky:
         limit = None if real_tokens is None else real_tokens * K
         ranks_P, counts_E = group_ranks(ids_TK.view(-1), experts, limit=limit)
-    # Without pairs there is one program too, as it adds to nothing.
     _choose[(triton.cdiv(T * K, BLOCK),)](
         ids_TK,
         ranks_P,
@@ -113,8 +112,8 @@ def choose_slots(
         replica_start_E1,
         replica_slots_S,
         cumulative_S,
-        unused if request_T is None else request_T,
-        unused if position_T is None else position_T,
+        unused if request_T is None else request_T.contiguous(),
+        unused if position_T is None else position_T.contiguous(),
         unused if real_tokens is None else real_tokens,
         unused if load_E is None else load_E,
         out_TK,

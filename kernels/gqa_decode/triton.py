@@ -16,7 +16,14 @@ from moe_runtime.kernels import shapes
 from moe_runtime.kernels.aot.case import GFX_942, AotCase, Target
 from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.errors import KernelError
-from moe_runtime.kernels.paged.triton import LOG2_E, DecodePlan, empty_splits, join_splits, split_range
+from moe_runtime.kernels.paged.triton import (
+    LOG2_E,
+    DecodePlan,
+    check_layout,
+    empty_splits,
+    join_splits,
+    split_range,
+)
 
 SPLIT_TOKENS = 512
 
@@ -144,6 +151,7 @@ def gqa_decode(
     sinks_A: Tensor | None = None,
 ) -> None:
     """As the reference; a row's result depends on its own sequence alone. Sinks are fp32."""
+    check_layout(q_DAd, cache_BSE, out_DX, sinks_A)
     (D, A, d), (_, S, E) = q_DAd.shape, cache_BSE.shape
     kv_heads = E // (2 * d)
     if d & (d - 1) or d < 16:

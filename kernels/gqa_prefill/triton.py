@@ -16,7 +16,7 @@ from torch import Tensor
 from moe_runtime.kernels import shapes
 from moe_runtime.kernels.aot.case import GFX_942, AotCase, Target
 from moe_runtime.kernels.chip import chip_of
-from moe_runtime.kernels.paged.triton import LOG2_E, QUERY_TILE, TILE_FIELDS, PrefillPlan
+from moe_runtime.kernels.paged.triton import LOG2_E, QUERY_TILE, TILE_FIELDS, PrefillPlan, check_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +154,7 @@ def gqa_prefill(
     sinks_A: Tensor | None = None,
 ) -> None:
     """As the reference; a row's result depends on its own sequence alone. Sinks are fp32."""
+    check_layout(q_TAd, cache_BSE, out_TX, sinks_A)
     (T, A, d), (_, S, E) = q_TAd.shape, cache_BSE.shape
     kv_heads = E // (2 * d)
     out_TAd = out_TX.view(T, A, d)

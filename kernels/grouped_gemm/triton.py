@@ -73,7 +73,8 @@ def locate(
     slot = tl.sum((ends <= tile).to(tl.int32))
     tile -= tl.max(tl.where(ends <= tile, ends, 0))
     start = tl.load(starts + slot)
-    count = tl.load(counts + slot)
+    # Whatever the counts say, nothing is read or written past the rows.
+    count = tl.minimum(tl.load(counts + slot), num_rows - start)
     span = count
     if GAPS:
         span = tl.load(starts + slot + 1, mask=slot + 1 < num_slots, other=num_rows) - start
@@ -300,9 +301,10 @@ def grouped_gemm_tiled(
     values, scales = (weight_sOK, None) if isinstance(weight_sOK, Tensor) else weight_sOK
     (N, K), O, s = x_NK.shape, outputs(weight_sOK), len(counts_s)
     y_NO = x_NK.new_empty(N, O, dtype=out_dtype or result_dtype(x_NK))
-    if not N or not s:
+    if not (N and s and K):
         return y_NO.zero_()
     x, w = x_NK, values
+    weights_N = None if row_weights_N is None else row_weights_N.contiguous()
     if descriptors:
         x = TensorDescriptor.from_tensor(x_NK, [tile.rows, tile.depth])
         width = tile.depth * values.shape[2] // K
@@ -314,7 +316,7 @@ def grouped_gemm_tiled(
         x_scales_NB,
         w,
         scales,
-        row_weights_N,
+        weights_N,
         y_NO,
         starts_s,
         counts_s,
@@ -344,6 +346,8 @@ def _check(x_NK: Tensor, weight_sOK: Weight, x_scales_NB: Tensor | None, form: F
         raise KernelError(f"grouped_gemm: row scales go with fp8 weights, this one is {form}")
     if not x_NK.is_contiguous() or not all(t.is_contiguous() for t in tensors):
         raise KernelError("grouped_gemm: rows and weights must be contiguous")
+    if any(t.data_ptr() % 16 for t in (x_NK, *tensors)):
+        raise KernelError("grouped_gemm: rows, weights and scales must begin at multiples of 16 bytes")
     narrow = min(t.shape[-1] * t.element_size() for t in (x_NK, tensors[0]))
     if narrow % 16:
         raise KernelError(f"grouped_gemm: a row has {narrow} bytes, which must be a multiple of 16")

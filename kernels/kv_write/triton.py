@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moe_runtime.kernels import shapes
 from moe_runtime.kernels.aot.case import AotCase, Target
+from moe_runtime.kernels.errors import KernelError
 from moe_runtime.kernels.paged import latent
 
 BLOCK = 1024  # values per program of a plain row
@@ -68,6 +69,11 @@ def kv_write(cache_BSE: Tensor, kv_slots_T: Tensor, entries_TE: Tensor) -> None:
     T, E = entries_TE.shape
     if not T:
         return
+    if not cache_BSE.is_contiguous():
+        raise KernelError("the cache must be contiguous")
+    if entries_TE.stride(1) != 1:
+        entries_TE = entries_TE.contiguous()
+    kv_slots_T = kv_slots_T.contiguous()
     if cache_BSE.dtype != torch.uint8:
         grid = (T, triton.cdiv(E, BLOCK))
         _write_rows[grid](cache_BSE, kv_slots_T, entries_TE, E, entries_TE.stride(0), BLOCK=BLOCK)

@@ -21,7 +21,14 @@ from moe_runtime.kernels.errors import KernelError
 from moe_runtime.kernels.mla_decode.packed.triton import attend_packed
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
 from moe_runtime.kernels.paged import latent
-from moe_runtime.kernels.paged.triton import LOG2_E, DecodePlan, empty_splits, join_splits, split_range
+from moe_runtime.kernels.paged.triton import (
+    LOG2_E,
+    DecodePlan,
+    check_layout,
+    empty_splits,
+    join_splits,
+    split_range,
+)
 
 SPLIT_TOKENS = 1024  # a split of 64 heads writes 128 KiB for about 1 MiB read
 
@@ -180,6 +187,7 @@ def mla_decode(
     q_DAQ: Tensor, cache_BSE: Tensor, plan: DecodePlan, kv_b_proj: Tensor, scale: float, *, out_DX: Tensor
 ) -> None:
     """As the reference; a row's result depends on its own sequence alone."""
+    check_layout(q_DAQ, cache_BSE, out_DX)
     w_uk, w_uv = split_kv_b(kv_b_proj, q_DAQ, cache_BSE)
     (D, A, _), (nope, rank) = q_DAQ.shape, w_uk.shape[1:]
     if not D:

@@ -19,7 +19,7 @@ from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.gqa_prefill.triton import NUMBERS, attend_tiles, tile, tile_constants
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
 from moe_runtime.kernels.paged import latent
-from moe_runtime.kernels.paged.triton import LOG2_E, QUERY_TILE, PrefillPlan
+from moe_runtime.kernels.paged.triton import LOG2_E, QUERY_TILE, PrefillPlan, check_layout
 
 EXPANDED_BYTES = 2**29  # keys and values of the heads attended at a time
 
@@ -73,6 +73,7 @@ def mla_prefill(
     out_TX: Tensor,
 ) -> None:
     """As the reference; a row's result depends on its own sequence alone."""
+    check_layout(q_TAQ, cache_BSE, out_TX)
     w_uk, w_uv = split_kv_b(kv_b_proj, q_TAQ, cache_BSE)
     (T, A, _), nope, v_dim = q_TAQ.shape, w_uk.shape[1], w_uv.shape[1]
     S, X = cache_BSE.shape[1], nope + v_dim

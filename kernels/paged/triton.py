@@ -83,6 +83,16 @@ def plan_prefill(segments: Sequence[Segment], *, block_tokens: int) -> PrefillPl
     return PrefillPlan(torch.cat(blocks).to(torch.int32), host.to(device, non_blocking=True), block_tokens)
 
 
+def check_layout(q_TAx: Tensor, cache_BSE: Tensor, out_TX: Tensor, sinks_A: Tensor | None = None) -> None:
+    """KernelError unless tensors lie as the kernels read and write them: only queries may have strides."""
+    if q_TAx.stride(-1) != 1:
+        raise KernelError("the values of a query head must be contiguous")
+    if not (cache_BSE.is_contiguous() and out_TX.is_contiguous()):
+        raise KernelError("cache and output must be contiguous")
+    if sinks_A is not None and not (sinks_A.is_contiguous() and sinks_A.dtype is torch.float32):
+        raise KernelError("sinks must be contiguous, in float32")
+
+
 def empty_splits(
     rows: int, heads: int, splits: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ _NARROW = np.iinfo(np.int16).max  # numpy sorts 16-bit integers by radix
 def permute(
     x_TH: Tensor, slot_ids_TK: Tensor, num_slots: int, *, alignment: int = 1, capacity: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As the reference, bit for bit; what nobody on a CPU asks for runs there."""
-    if alignment != 1 or capacity is not None:
+    """As the reference, bit for bit; aligned starts, which nobody on a CPU asks for, are made there."""
+    if alignment != 1:
         return reference.permute(x_TH, slot_ids_TK, num_slots, alignment=alignment, capacity=capacity)
     flat_P = slot_ids_TK.numpy().reshape(-1)
     # Dropped pairs (-1) are counted at 0, sort to the front and are cut off.
@@ -26,13 +26,17 @@ def permute(
     starts_s = (np.cumsum(counts_s) - counts_s).astype(np.int32)
     token_N = torch.from_numpy(order_N // max(1, slot_ids_TK.shape[1]))
     rows_TK = torch.from_numpy(rows_P).view(slot_ids_TK.shape)
-    return x_TH.index_select(0, token_N), rows_TK, torch.from_numpy(starts_s), torch.from_numpy(counts_s)
+    N = len(order_N)
+    assert capacity is None or capacity >= N
+    x_NH = x_TH.new_empty(N if capacity is None else capacity, x_TH.shape[1])
+    torch.index_select(x_TH, 0, token_N, out=x_NH[:N])
+    return x_NH, rows_TK, torch.from_numpy(starts_s), torch.from_numpy(counts_s)
 
 
 def unpermute(y_NH: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """As the reference, bit for bit."""
     T, K = rows_TK.shape
-    if y_NH.shape[0] != T * K or not T * K:
+    if not T * K or int(rows_TK.numpy().min()) < 0:
         return reference.unpermute(y_NH, rows_TK, weights_TK)
     terms_TKH = y_NH.index_select(0, rows_TK.view(-1)).view(T, K, -1)
     if y_NH.dtype is torch.float32:

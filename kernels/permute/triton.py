@@ -128,6 +128,8 @@ def unpermute(y_NH: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
     out_TH = torch.empty(T, H, dtype=y_NH.dtype, device=y_NH.device)
     if y_NH.stride(1) != 1:
         y_NH = y_NH.contiguous()
+    if weights_TK.stride(1) != 1:
+        weights_TK = weights_TK.contiguous()
     block = block_size(H, y_NH.element_size())
     _gather[(T, triton.cdiv(H, block))](
         y_NH,

@@ -33,8 +33,9 @@ def scale(largest, limit, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def to_fp8(x, scales, limit, dtype: tl.constexpr):
+    """Saturated; NaN stays NaN, where a plain minimum would make a number of it."""
     scaled = tl.div_rn(x, scales)
-    return tl.minimum(tl.maximum(scaled, -limit), limit).to(dtype)
+    return tl.clamp(scaled, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(dtype)
 
 
 @triton.jit
@@ -148,6 +149,8 @@ def row_grid(N: int, counts_s: Tensor | None) -> tuple[int, int, int]:
     if counts_s is None:
         return 1, N, N
     slots = len(counts_s)
+    if not slots:
+        return 0, 0, 0
     rows = N // slots
     return slots, rows, min(rows, max(1, PROGRAMS // slots))
 

@@ -78,7 +78,7 @@ def rms_norm(
     _rms_norm[(triton.cdiv(rows, tile[0]),)](
         x,
         result if residual is None else residual,
-        weight,
+        weight.contiguous(),
         result,
         rows,
         D,

@@ -178,12 +178,14 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """As the reference; scores differ from torch's by the rounding of exp (relative 1e-6). LOCAL."""
     T, E = logits_TE.shape
+    if logits_TE.stride(1) != 1:
+        logits_TE = logits_TE.contiguous()
     ids_TK = torch.empty(T, top_k, dtype=torch.int64, device=logits_TE.device)
     weights_TK = torch.empty(T, top_k, dtype=torch.float32, device=logits_TE.device)
     constants = _constants(E, top_k, num_groups, kept_groups, scoring)
     _route[(triton.cdiv(T, TOKENS),)](
         logits_TE,
-        logits_TE if bias_E is None else bias_E,
+        logits_TE if bias_E is None else bias_E.contiguous(),
         ids_TK if chosen_TK is None else chosen_TK.contiguous(),
         ids_TK,
         weights_TK,

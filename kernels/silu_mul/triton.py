@@ -44,8 +44,8 @@ def load_activated(
         up = tl.load(up_ptr + column, mask=column < I, other=0.0).to(tl.float32)
     dtype = gate_ptr.dtype.element_ty
     if LIMITED:
-        gate = tl.minimum(gate, limit)
-        up = tl.minimum(tl.maximum(up, -limit), limit)
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
     if KIND == "gpt_oss":
         activated = gate * tl.div_rn(1.0, 1.0 + tl.exp(-(gate * _ALPHA))) * (up + 1.0)
     else:

@@ -60,3 +60,16 @@ def test_a_token_does_not_feel_the_others(hidden):
     for t in (0, 17, 63):
         alone = cpu.unpermute(y[rows[t]], torch.arange(4)[None], weights[t : t + 1])
         assert torch.equal(alone[0], together[t])
+
+
+def test_a_capacity_larger_than_the_rows():
+    """As large as all pairs, some of which are dropped: rows are found by their places, not by counting."""
+    x, ids = torch.randn(4, 6), torch.tensor([[0, -1], [2, 0], [-1, -1], [2, 2]])
+    want = reference.permute(x, ids, SLOTS)
+    weights = torch.rand(4, 2)
+    for module in (reference, cpu):
+        got = module.permute(x, ids, SLOTS, capacity=8)
+        assert got[0].shape == (8, 6)
+        assert torch.equal(got[0][:5], want[0])
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(got[1:], want[1:], strict=True))
+        assert torch.equal(module.unpermute(*got[:2], weights), reference.unpermute(*want[:2], weights))
