@@ -80,6 +80,8 @@ def _start(
     env[environment.PORT] = str(listener.getsockname()[1])
     env[environment.PARENT] = str(os.getpid())
     env[environment.SESSION] = str(session)
+    # When the store's host falls, torch would print a stack trace of C++ for each rank that is left.
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     fds = []
     if rank == 0:
         # Rank 0 hosts the store on a socket that listens already: no port can be lost in between.

@@ -61,7 +61,11 @@ def run(
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # noqa: BLE001 - the last line of defence of a process
-        return rank.fail(error)
+        code = rank.fail(error)
+        rank.clean_up()
+        # The sockets go with the error, after a moment: an exception raised in there would be printed.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return code
     finally:
         rank.clean_up()
 
@@ -69,6 +73,8 @@ def run(
 class _RankProcess:
     def __init__(self, env: RankEnvironment, *, trace: bool, serve: bool) -> None:
         self.env = env
+        # Errors name ranks by their number in the instance, which is another one if there are several.
+        self.name = f"rank {env.rank}"
         self.trace = trace
         self.serve = serve
         self.rendezvous: Rendezvous | None = None
@@ -85,6 +91,8 @@ class _RankProcess:
             raise PlanError("plan", f"rank {self.env.rank} has another effective plan than the first rank")
         session = self._open_session(rendezvous)
         place = place_of(flight.effective, self.env.rank)
+        if len(flight.effective.instances) > 1:
+            self.name += f" ({place.instance.name} rank {place.rank})"
         if self.serve and self.env.rank == 0:
             self.frontends.start(flight, session, argv, listen(flight.effective.server))
         self._join_world(rendezvous, place, flight.effective.num_ranks)
@@ -116,18 +124,18 @@ class _RankProcess:
         """Report an error that ended this rank; returns the exit code."""
         code = 2 if isinstance(error, UserError) else 1
         if isinstance(error, CONSEQUENCES):
-            say(f"rank {self.env.rank} ended: {type(error).__name__}: {error}")
+            say(f"{self.name} ended: {type(error).__name__}: {error}")
             time.sleep(SECONDARY_DELAY)
         elif self._first_to_fail() != self.env.rank:
             first_line = (str(error).splitlines() or [""])[0]
             if not isinstance(error, UserError):  # whose message another rank has printed
-                say(f"rank {self.env.rank} ended: {type(error).__name__}: {first_line}")
+                say(f"{self.name} ended: {type(error).__name__}: {first_line}")
             time.sleep(SECONDARY_DELAY)
         elif isinstance(error, UserError):
             say(f"error: {error}")
         else:
             text = "".join(traceback.format_exception(error))
-            say(f"rank {self.env.rank} failed:\n{text}")
+            say(f"{self.name} failed:\n{text}")
         if self.env.launcher == "mpirun" and "mpi4py.MPI" in sys.modules:
             sys.stderr.flush()
             mpi.abort(code)

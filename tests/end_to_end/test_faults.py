@@ -41,9 +41,8 @@ if rank is not None and "moe_runtime" in " ".join(sys.orig_argv) and "MOE_RUNTIM
     return {"PYTHONPATH": f"{tmp_path / 'inject'}:{ROOT}"}
 
 
-def generate(tmp_path: Path, checkpoint: Path, backend: str, number: str) -> tuple[Done, float]:
+def generate(tmp_path: Path, checkpoint: Path, deployments: dict, number: str) -> tuple[Done, float]:
     """All four ranks have work. Returns what was said, and how long it took from the fall to the end."""
-    deployments = {"unified": {"expert_parallel": 4, "dispatch": {"backend": backend}}}
     plan = write_plan(tmp_path / "plan.yaml", checkpoint, deployments)
     asked = write_prompts(tmp_path / "prompts.jsonl", [[9] * 20] * 8, 16)
     arguments = ["generate", plan, "--prompts", asked, "--out", tmp_path / "out.jsonl"]
@@ -51,19 +50,20 @@ def generate(tmp_path: Path, checkpoint: Path, backend: str, number: str) -> tup
     return done, time.time() - (tmp_path / "fell").stat().st_mtime
 
 
-def check_survivors(done: Done, error: str) -> None:
-    """Ranks 0, 1 and 3 say the same, and nothing else is said of them."""
-    for rank in (0, 1, 3):
-        (line,) = [text for text in done.err.splitlines() if text.startswith(f"rank {rank} ended: ")]
-        assert line.startswith(f"rank {rank} ended: {error}: waiting for rank 2, layer "), line
+def check_survivors(done: Done, names: list[str], error: str) -> None:
+    """Each says the same in one line, and nothing else is said of them."""
+    for name in names:
+        (line,) = [text for text in done.err.splitlines() if text.startswith(f"{name} ended: ")]
+        assert line.startswith(f"{name} ended: {error}, layer "), line
         assert ", combine, step " in line
     assert "Traceback" not in done.err
 
 
 def test_a_rank_stopped_in_a_combine_ends_the_launch_within_the_deadline(tmp_path, checkpoints):
-    done, seconds = generate(tmp_path, checkpoints["deepseek_v3"], "shm", "SIGSTOP")
+    deployments = {"unified": {"expert_parallel": 4, "dispatch": {"backend": "shm"}}}
+    done, seconds = generate(tmp_path, checkpoints["deepseek_v3"], deployments, "SIGSTOP")
     assert done.code == 1
-    check_survivors(done, "StepTimeout")
+    check_survivors(done, ["rank 0", "rank 1", "rank 3"], "StepTimeout: waiting for rank 2")
     assert f"not there after {DEADLINE:.1f} s" in done.err
     # The deadline, a moment for all survivors to speak, and the grace that the stopped one cannot use: 9 s
     # where processes come and go quickly.
@@ -72,9 +72,13 @@ def test_a_rank_stopped_in_a_combine_ends_the_launch_within_the_deadline(tmp_pat
 
 
 def test_a_rank_killed_in_a_combine_ends_the_launch_at_once(tmp_path, checkpoints):
-    done, seconds = generate(tmp_path, checkpoints["deepseek_v3"], "torch", "SIGKILL")
+    """Errors count ranks within the instance, so with several a rank says which of them it is."""
+    decode = {"expert_parallel": 3, "dispatch": {"backend": "torch"}}
+    deployments = {"prefill": {"expert_parallel": 1}, "decode": decode}
+    done, seconds = generate(tmp_path, checkpoints["deepseek_v3"], deployments, "SIGKILL")
     assert done.code == 128 + 9
-    check_survivors(done, "PeerLost")
+    survivors = ["rank 1 (decode-0 rank 0)", "rank 3 (decode-0 rank 2)"]
+    check_survivors(done, survivors, "PeerLost: waiting for rank 1")
     assert "rank 2 was killed by SIGKILL" in done.err
     assert seconds < 5
     assert left_running(tmp_path) == []
