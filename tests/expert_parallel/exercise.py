@@ -75,10 +75,10 @@ def check_case(buffer: Buffer, case: Case, rank: int) -> list[str]:
     sent = inputs(case, rank)
     out_TH = torch.full_like(sent.x_TH, torch.nan)
     problems = []
-    for part in case.parts(rank):
+    for number, part in enumerate(case.parts(rank)):
         handle = buffer.dispatch(sent.x_TH[part], sent.slot_ids_TK[part], sent.weights_TK[part])
         rows = handle.wait()
-        problems += rows_problems(case, rows)
+        problems += rows_problems(case, rows) + order_problems(case, rows, rank, number)
         out_TH[part] = buffer.combine(run_experts(case, rows, rank), rows).wait()
     return problems + output_problems(case, sent, out_TH)
 
@@ -103,6 +103,22 @@ def rows_problems(case: Case, rows: Rows) -> list[str]:
     if scales != (((*shape[:-1], H // 128), torch.float32) if wire.scaled else None):
         problems.append(f"scales are {scales}")
     return problems
+
+
+def order_problems(case: Case, rows: Rows, rank: int, round_number: int) -> list[str]:
+    """Rows stand as they travelled, in order (slot, source rank, token)."""
+    wire = Payload(case.payload or case.dtype)
+    s, expected = case.placement.slots_per_rank, []
+    sources = []
+    for source in range(case.num_ranks):
+        sent, part = inputs(case, source), list(case.parts(source))[round_number]
+        sources.append((wire.encode(sent.x_TH[part])[0].float(), sent.slot_ids_TK[part]))
+    for slot in range(rank * s, (rank + 1) * s):
+        expected += [values_TH[(slots_TK == slot).any(1)] for values_TH, slots_TK in sources]
+    found = rows.x.float()
+    if isinstance(rows, MaskedRows):
+        found = found[torch.arange(found.shape[1])[None] < rows.counts[:, None]]
+    return [] if torch.equal(found, torch.cat(expected)) else ["rows are not in order (slot, source, token)"]
 
 
 def output_problems(case: Case, sent: Inputs, out_TH: Tensor) -> list[str]:
