@@ -17,6 +17,7 @@ BINS = 3  # equal parts of layers and steps, from even to uneven
 DRAWS = 8
 GRID = 4.0  # ratio of the token numbers of the table
 LARGEST = 4.0**13
+LARGEST_DRIFT = 1.5  # one sequence alone: beyond, a log-normal says more than is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,29 @@ EVEN_BALANCE = Balance(np.ones(1), _ONE, _ONE, _ONE)
 __all__ = ["EVEN", "EVEN_BALANCE", "Balance", "Spread", "draw_balance"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """Standard deviation of an expert's log load in a micro-batch: sqrt(common^2 + sequence^2 / sequences).
+
+    common    what all sequences share: the topics of the hour
+    sequence  of one sequence alone; many of them average out, a few long prompts do not
+    """
+
+    common: float
+    sequence: float
+
+    def of(self, sequences: float) -> float:
+        variance = self.common**2 + self.sequence**2 / max(sequences, 1.0)
+        return min(LARGEST_DRIFT, float(np.sqrt(variance)))
+
+
 def draw_balance(
     load_LE: NDArray[np.float64],
     placement: Placement,
     *,
     top_k: int,
-    drift: float,
+    drift: Drift,
+    tokens_per_sequence: float = 1.0,
     ranks_per_node: int = 8,
     seed: int = 0,
     draws: int = DRAWS,
@@ -74,26 +92,20 @@ def draw_balance(
     """Spreads of `placement` under loads that are `load_LE` on average.
 
     load_LE  [L, E], any unit: the long-run load; one row per MoE layer of the placement
-    drift    standard deviation of an expert's log load from step to step
+    tokens_per_sequence  of a micro-batch: 1 in decode, the prompts' length in prefill
     """
     rng = np.random.default_rng(seed)
     L, E = load_LE.shape
     probability_LE = load_LE / load_LE.sum(axis=1, keepdims=True)
-    drifted = []
-    for _ in range(draws):
-        noisy_LE = probability_LE * np.exp(drift * rng.standard_normal((L, E)))
-        drifted.append(noisy_LE / noisy_LE.sum(axis=1, keepdims=True))
+    normal_DLE = rng.standard_normal((draws, L, E))  # common to all grid points: more tokens, same topics
     grid = GRID ** np.arange(0, np.log(LARGEST) / np.log(GRID) + 0.5)
     nodes = -(-placement.num_ranks // ranks_per_node)
     out = np.zeros((3, len(grid), BINS))
     for g, tokens in enumerate(grid):
-        ratio = np.concatenate(
-            [
-                _largest(rng.poisson(tokens * top_k * p_LE).astype(np.float64), placement, nodes, top_k)
-                for p_LE in drifted
-            ],
-            axis=1,
-        )
+        noisy_DLE = probability_LE * np.exp(drift.of(tokens / tokens_per_sequence) * normal_DLE)
+        noisy_DLE *= tokens * top_k / noisy_DLE.sum(axis=2, keepdims=True)
+        rows_DLE = rng.poisson(noisy_DLE).astype(np.float64)
+        ratio = np.concatenate([_largest(r, placement, nodes, top_k) for r in rows_DLE], axis=1)
         order = np.sort(ratio, axis=1)
         out[:, g] = np.stack([part.mean(axis=1) for part in np.array_split(order, BINS, axis=1)], axis=1)
     # The largest load cannot fall as tokens are added; draws may say so by chance.

@@ -6,7 +6,7 @@ row in `spec.hardware`. Every block says where its numbers come from. No formula
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -36,25 +36,25 @@ class KernelConstants:
     prefill_compute_share: float
     prefill_tile: int
     elementwise_share: float
+    copy_start: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedFactors:
-    """The factors fitted on whole-deployment figures: six, no more. `rows` are what they were fitted on.
+    """The factors fitted on whole-deployment figures: five. `rows` are what they were fitted on.
 
-    attention_decode  multiplies the decode attention kernels' share of the peak
     kernel_start      seconds, floor of each small kernel of a layer
     step              seconds of a step outside the layers
-    contention        slow-down of normal-mode transfers beside compute
-    drift_prefill, drift_decode  standard deviation of an expert's log load from step to step
+    normal_transfers  seconds of normal-mode transfers in a deployment over those of the benchmark loop: barriers,
+                      contention with compute
+    drift_common, drift_sequence  how far an expert's load strays from step to step, see `balance.Drift`
     """
 
-    attention_decode: float
     kernel_start: float
     step: float
-    contention: float
-    drift_prefill: float
-    drift_decode: float
+    normal_transfers: float
+    drift_common: float
+    drift_sequence: float
     rows: tuple[str, ...] = ()
 
     @classmethod
@@ -90,19 +90,18 @@ class LowLatencyTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormalTable:
-    """Published normal-mode rates: bytes/s as DeepEP counts them (rows per distinct node, the own included).
+    """Normal-mode transfers: RDMA and scale-up copies in a pipeline.
 
-    `rdma`: EP degree -> (dispatch, combine); `scaleup`: (dispatch, combine) of one node of 8. `nodes_reached`
-    is the mean number of nodes a token reached in the measurement, by EP degree.
+    scaleup     bytes/s of scale-up copies (dispatch, combine), measured inside one node
+    pipelining  exponent p of (rdma^p + scaleup^p)^(1/p), fitted on `measured`
+    measured    EP degree -> (dispatch, combine) bytes/s, a row per distinct node counted
     """
 
-    line: float
-    scaleup_line: float
     start: float
-    rdma: tuple[tuple[int, float, float], ...]
     scaleup: tuple[float, float]
-    nodes_reached: Mapping[int, float] = field(default_factory=dict)
-    multiprocessors: int = 24
+    pipelining: float
+    measured: tuple[tuple[int, float, float], ...]
+    multiprocessors: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +202,7 @@ def _kernels(data: Mapping[str, Any]) -> KernelConstants:
     gemm, decode, prefill = data["gemm"], data["decode_attention"], data["prefill_attention"]
     return KernelConstants(
         best_share=float(gemm["best_share"]),
-        half_k=float(gemm["half_k"]),
+        half_k=float(gemm["half_k_bytes"]),
         memory_share=float(gemm["memory_share"]),
         power=float(gemm["power"]),
         start=float(gemm["start_us"]) * 1e-6,
@@ -214,6 +213,7 @@ def _kernels(data: Mapping[str, Any]) -> KernelConstants:
         prefill_compute_share=float(prefill["compute_share"]),
         prefill_tile=int(prefill["tile"]),
         elementwise_share=float(data["elementwise"]["memory_share"]),
+        copy_start=float(data["low_latency_copies"]["start_us"]) * 1e-6,
     )
 
 
@@ -234,12 +234,10 @@ def _library(name: str, data: Mapping[str, Any]) -> Library:
             combine=_curve(low["us"], 1),
         ),
         normal=NormalTable(
-            line=float(normal["rdma_GBps"]) * 1e9,
-            scaleup_line=float(normal["scaleup_GBps"]) * 1e9,
             start=float(normal["start_us"]) * 1e-6,
-            rdma=tuple((int(r), d * 1e9, c * 1e9) for r, (d, c) in sorted(normal["rdma"].items())),
             scaleup=(normal["scaleup"][0] * 1e9, normal["scaleup"][1] * 1e9),
-            nodes_reached=MappingProxyType({int(r): float(n) for r, n in normal["nodes_reached"].items()}),
+            pipelining=float(normal["pipelining"]),
+            measured=tuple((int(r), d * 1e9, c * 1e9) for r, (d, c) in sorted(normal["measured"].items())),
             multiprocessors=int(normal["multiprocessors"]),
         ),
     )

@@ -13,7 +13,7 @@ from moe_runtime.errors import InputError
 from moe_runtime.spec.bytes import wire_row_bytes
 from moe_runtime.spec.limits import DispatchMode
 from moe_runtime.spec.model import ModelSpec
-from moe_runtime.virtual.cost.constants import Constants, Library, Machine
+from moe_runtime.virtual.cost.constants import Constants, FittedFactors, Library, Machine
 from moe_runtime.virtual.cost.deployment import Setting
 
 NODE = 8  # ranks of a node in the published measurements
@@ -90,7 +90,7 @@ def make_links(model: ModelSpec, setting: Setting, machine: Machine, constants: 
         one_sided = _one_sided(model, setting, machine, constants, rows)
         return Links(one_sided, one_sided, reduce, bulk)
     low = _low_latency(model, setting, machine, library, rows)
-    return Links(low, _normal(model, setting, machine, library, rows), reduce, bulk)
+    return Links(low, _normal(model, setting, machine, library, rows, constants.fitted), reduce, bulk)
 
 
 def _nothing(direction: int, busiest: float, mean: float, spread: Spread) -> float:
@@ -128,27 +128,28 @@ def _low_latency(
 
 
 def _normal(
-    model: ModelSpec, setting: Setting, machine: Machine, library: Library, rows: tuple[int, int]
+    model: ModelSpec,
+    setting: Setting,
+    machine: Machine,
+    library: Library,
+    rows: tuple[int, int],
+    fitted: FittedFactors,
 ) -> Callable[[int, float, float, Spread], float]:
     """A row per distinct node over RDMA, from there one per distinct rank over the scale-up links."""
-    table, hardware = library.normal, machine.hardware
-    nodes = setting.nodes
-    inside = [s / table.scaleup_line * hardware.scaleup_bandwidth for s in table.scaleup]
-    reached_ranks = distinct_ranks(model, setting)
-    near = tuple(reached_ranks * rows[d] / inside[d] for d in (0, 1))
-    far = (0.0, 0.0)
+    table, nodes = library.normal, setting.nodes
+    start, slower = table.start, fitted.normal_transfers
+    line = machine.hardware.scaleup_bandwidth
+    near = [distinct_ranks(model, setting) * rows[d] / min(table.scaleup[d], line) for d in (0, 1)]
+    far = [0.0, 0.0]
     if nodes > 1:
         reached = distinct_nodes(model, setting) * (1 - 1 / nodes)
-        curve = [(ranks, [rate * (1 - NODE / ranks) for rate in rates]) for ranks, *rates in table.rdma]
-        scale = _rdma(machine) / table.line
-        rates = [interpolate([(r, v[d]) for r, v in curve], setting.ranks) * scale for d in (0, 1)]
-        far = (reached * rows[0] / rates[0], reached * rows[1] / rates[1])
+        far = [reached * rows[d] / _rdma(machine) for d in (0, 1)]
+    p = table.pipelining
 
     def seconds(direction: int, busiest: float, mean: float, spread: Spread) -> float:
-        return table.start + max(
-            far[direction] * max(busiest, mean * spread.nodes),
-            near[direction] * max(busiest, mean * spread.ranks),
-        )
+        rdma = far[direction] * max(busiest, mean * spread.nodes)
+        scaleup = near[direction] * max(busiest, mean * spread.ranks)
+        return start + slower * float((rdma**p + scaleup**p) ** (1 / p))
 
     return seconds
 

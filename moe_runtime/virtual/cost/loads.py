@@ -18,10 +18,23 @@ FOLDER = Path(__file__).resolve().parent.parent / "loads"
 
 
 def recorded(name: Literal["deepseek-v3-prefill", "deepseek-v3-decode"]) -> NDArray[np.float64]:
-    """float64 [L, 256]: loads that were published, as fractions of a layer's."""
-    load_LE = read_load(FOLDER / f"{name}.csv")
+    """float64 [58 or 29, 256]: loads that were published, as fractions of a layer's."""
+    load_LE = read_load(FOLDER / f"{name}.json")
     fraction_LE: NDArray[np.float64] = load_LE / load_LE.sum(axis=1, keepdims=True)
     return fraction_LE
+
+
+def deepseek_v3(role: Literal["prefill", "decode"]) -> NDArray[np.float64]:
+    """float64 [58, 256]: all MoE layers of DeepSeek-V3.
+
+    Decode was published for the first 29 layers only, and the later ones are much more skewed: they are
+    taken from prefill (in the layers that both have, the two correlate by .82).
+    """
+    prefill_LE = recorded("deepseek-v3-prefill")
+    if role == "prefill":
+        return prefill_LE
+    decode_LE = recorded("deepseek-v3-decode")
+    return np.concatenate([decode_LE, prefill_LE[len(decode_LE) :]])
 
 
 def power_law(layers: int, experts: int, exponent: float, seed: int = 0) -> NDArray[np.float64]:

@@ -118,10 +118,9 @@ class CostModel:
     ) -> tuple[tuple[float, float], tuple[float, float]]:
         """(dispatch, combine) seconds of one micro-batch, and the same if every rank had the mean."""
         mean = batch.total / self.setting.ranks
-        slower = self.fitted.contention if shape.mode == "normal" and shape.micro_batches == 2 else 1.0
         busiest = batch.most / self.setting.tensor_parallel
-        real = [slower * self.links.transfer(shape.mode, d, busiest, mean, spread) for d in (0, 1)]
-        even = [slower * self.links.transfer(shape.mode, d, mean, mean, EVEN) for d in (0, 1)]
+        real = [self.links.transfer(shape.mode, d, busiest, mean, spread) for d in (0, 1)]
+        even = [self.links.transfer(shape.mode, d, mean, mean, EVEN) for d in (0, 1)]
         return (real[0], real[1]), (even[0], even[1])
 
     def _dense_layers(self, account: "Account", batch: "_Batch", parts: int) -> None:

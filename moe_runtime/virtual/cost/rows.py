@@ -89,7 +89,6 @@ class LayerKernels:
             flops = 4.0 * self.heads * a.head_dim
             entry = 2.0 * max(1, a.num_kv_heads // self.slice_of) * a.head_dim
         rate = self.rates.peak(self.precision.attention) * k.decode_compute_share
-        rate *= self.rates.fitted.attention_decode
         one = self.rates.roofline(
             flops * queries / rate, entry * size / (self.rates.bandwidth * k.decode_memory_share), 0.0
         )
@@ -173,7 +172,8 @@ class LayerKernels:
         h = self.model.hidden
         out, back = h * value_bytes(self.precision.dispatch), h * value_bytes(self.precision.combine)
         both = 2.0 * (sent + received)
-        return self.rates.stream(both * out, 2), self.rates.stream(both * back, 2)
+        start = Work(0.0, 0.0, 2 * self.kernels.copy_start)
+        return self.rates.stream(both * out, 0).plus(start), self.rates.stream(both * back, 0).plus(start)
 
     def head(self, rows: Number) -> Work:
         """Final norm and logits of the rows that are sampled."""

@@ -70,11 +70,16 @@ class Rates:
         share = c / (c + m)
         return Work(body * share, body * (1 - share), start)
 
+    def _product_rate(self, k: int, dtype: str) -> float:
+        """flop/s of a product that sums over k values: filling and draining a tile costs as much as `half_k` bytes."""
+        depth = k * value_bytes(dtype)
+        return self.peak(dtype) * self.kernels.best_share * depth / (depth + self.kernels.half_k)
+
     def gemm(self, rows: Number, n: int, k: int, dtype: str, *, count: int = 1) -> Work:
-        """`count` products [rows, k] x [k, n] in one kernel, weights, inputs in `dtype`, outputs two bytes."""
+        """`count` products [rows, k] x [k, n] in one kernel, all in `dtype`, outputs two bytes."""
         kc = self.kernels
         size = value_bytes(dtype)
-        rate = self.peak(dtype) * kc.best_share * k / (k + kc.half_k)
+        rate = self._product_rate(k, dtype)
         flops = 2.0 * count * rows * n * k
         traffic = float(count) * (n * k * size + rows * (k * size + n * 2))
         return self.roofline(flops / rate, traffic / (self.bandwidth * kc.memory_share), kc.start)
@@ -88,7 +93,7 @@ class Rates:
         kc = self.kernels
         size = value_bytes(dtype)
         active = groups * (1 - _exp(-rows / groups))
-        rate = self.peak(dtype) * kc.best_share * k / (k + kc.half_k)
+        rate = self._product_rate(k, dtype)
         flops = 2.0 * (rows + active * tile / 2) * n * k
         traffic = active * n * k * size + rows * (k * size + n * 2.0)
         return self.roofline(flops / rate, traffic / (self.bandwidth * kc.memory_share), kc.start)
