@@ -17,6 +17,7 @@ with what was asked of it (`asked`) and whether it was met (`met`, null where no
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -142,7 +143,7 @@ def verdict_of_quality(
 
 
 def sequences(
-    base: np.ndarray, windows: int
+    base: np.ndarray, windows: int, seed: int
 ) -> Iterator[tuple[str, float, Callable[[], Iterator[np.ndarray]]]]:
     """Name, noise (0 for the topic switches) and a fresh iterator of windows."""
     for noise in (0.05, 0.2):
@@ -151,14 +152,14 @@ def sequences(
                 f"noise {noise:.0%} correlation {memory:g}",
                 noise,
                 lambda n=noise, m=memory: reverting(
-                    base, noise=n, memory=m, windows=windows, seed=1, pairs=PAIRS
+                    base, noise=n, memory=m, windows=windows, seed=seed, pairs=PAIRS
                 ),
             )
     every = max(windows // 5, 4)
     yield (
         f"topic every {every} windows, noise 5%",
         0.0,
-        lambda: switching(base, noise=0.05, memory=0.0, windows=windows, every=every, seed=1),
+        lambda: switching(base, noise=0.05, memory=0.0, windows=windows, every=every, seed=seed),
     )
 
 
@@ -179,7 +180,10 @@ def published_planner(slots: int, ranks: int) -> Planner:
     return plan
 
 
-def replay_rows(name: str, load: np.ndarray, windows: int) -> Iterator[dict[str, Any]]:
+def replay_rows(
+    name: str, load: np.ndarray, windows: int, seed: int, only: re.Pattern[str]
+) -> Iterator[dict[str, Any]]:
+    """Those replays of one load set whose title, as printed, matches `only`."""
     base = load[::LAYER_STEP] if len(load) > LAYER_STEP else load
     for ranks, slots in SIZES[:3]:
         where = topology(ranks)
@@ -192,7 +196,9 @@ def replay_rows(name: str, load: np.ndarray, windows: int) -> Iterator[dict[str,
         policy = RebalancePolicy(
             topology=where, slots=slots, seconds_per_pair=SECONDS_PER_PAIR, expert_bytes=EXPERT_BYTES
         )
-        for sequence, noise, make in sequences(base, windows):
+        for sequence, noise, make in sequences(base, windows, seed):
+            if not only.search(f"{name} {ranks} ranks {sequence}"):
+                continue
             planners = {
                 "ours": policy_planner(policy),
                 "anew": anew(where, slots),
@@ -207,6 +213,7 @@ def replay_rows(name: str, load: np.ndarray, windows: int) -> Iterator[dict[str,
                 "layers": len(base),
                 "ranks": ranks,
                 "windows": windows,
+                "seed": seed,
                 "sequence": sequence,
                 "balancedness": {key: mean_balance(run) for key, run in runs.items()},
                 "bytes": {key: float(run.bytes_W.sum()) for key, run in runs.items()},
@@ -290,6 +297,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("eplb.jsonl"))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--windows", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1, help="of the replayed windows")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help='replays, as in "dsv3_decode.* 144 ranks noise 20%%"'
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", default="quality,replay")
     parser.add_argument("--check", action="store_true", help="exit 1 if something asked is not met")
@@ -307,7 +318,9 @@ def main(argv: list[str] | None = None) -> int:
             if "quality" in arguments.parts:
                 parts.append(quality_rows(name, load, arguments.repeats))
             if "replay" in arguments.parts:
-                parts.append(replay_rows(name, load, arguments.windows))
+                parts.append(
+                    replay_rows(name, load, arguments.windows, arguments.seed, re.compile(arguments.only))
+                )
             for part in parts:
                 for row in part:
                     rows.append(row)

@@ -51,7 +51,7 @@ class RebalancePolicy:
     expert_bytes: float
     horizon_windows: float = 256.0
     drift_windows: float = 3.0
-    tight_windows: float = 5.0
+    tight_windows: float = 5.5
     hysteresis: float = 2.0
     min_gain: float = 0.01
     least_error: float = 0.065
