@@ -3,6 +3,11 @@ while the other worker runs the rest (`make test` passes `-n 2 --dist loadgroup`
 """
 
 import pytest
+from hypothesis import settings
+
+# Examples take what the machine leaves them: a limit on each fails where nothing is wrong.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
