@@ -7,7 +7,7 @@ from moe_runtime.kernels.aot.case import AotCase, Target
 from moe_runtime.kernels.aot.code import Compiled
 
 TENSOR_MEMORY_COLUMNS = 512
-# What a kernel's matrix instructions must be: (backend, arch) -> kind of case -> kind of instruction.
+# What a kernel's matrix instructions must be: target -> kind of case -> kind of instruction.
 EXPECTED = {
     "sm_90": {"bf16": "wgmma bf16", "fp8": "wgmma e4m3"},
     "sm_100": {"bf16": "tcgen05 f16", "fp8": "tcgen05 f8f6f4"},

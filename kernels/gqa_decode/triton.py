@@ -46,12 +46,7 @@ def tile(group: int, *, itemsize: int, target: Target) -> Tile:
     return Tile(heads=heads, tokens=64, stages=2 if target is GFX_942 else 3)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "table_width",
-        "splits",
-    )
-)
+@triton.jit(do_not_specialize=("table_width", "splits"))
 def _attend(
     q_ptr,
     cache_ptr,

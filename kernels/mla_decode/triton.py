@@ -62,12 +62,7 @@ def tile(heads: int, block_tokens: int, *, itemsize: int, packed: bool, target: 
     return Tile(heads=few, tokens=64 if block_tokens % 64 == 0 else 32)
 
 
-@triton.jit(
-    do_not_specialize=(
-        "table_width",
-        "splits",
-    )
-)
+@triton.jit(do_not_specialize=("table_width", "splits"))
 def _attend(
     q_latent_ptr,  # [D, A, R], contiguous
     q_rope_ptr,

@@ -1,8 +1,8 @@
 """What the Triton attention kernels share: plans, and the kernel that joins the splits of a sequence.
 
-A decode plan holds tensors of fixed shapes and no number that the
-device would have to tell the host, so the launches it leads to can be captured into a graph. A prefill plan
-is made of host numbers and sent to the device once.
+A decode plan holds tensors of fixed shapes and no number that the device would have to tell the host, so the
+launches it leads to can be captured into a graph. A prefill plan is made of host numbers and sent to the
+device once.
 
 Decode cuts a sequence into splits of fixed length, counted from its first token, so that how a row is
 summed depends on its own length alone. A split leaves its normalised output and the base-2 logarithm of
@@ -146,12 +146,7 @@ def split_range(context, SPLIT: tl.constexpr, WINDOW: tl.constexpr):
     return first, tl.maximum(tl.cdiv(context, SPLIT) - first, 1), first_token
 
 
-@triton.jit(
-    do_not_specialize=(
-        "A",
-        "splits",
-    )
-)
+@triton.jit(do_not_specialize=("A", "splits"))
 def _join_splits(
     parts_ptr,
     logs_ptr,

@@ -49,12 +49,7 @@ def _load_tile(
     )
 
 
-@triton.jit(
-    do_not_specialize=(
-        "table_width",
-        "splits",
-    )
-)
+@triton.jit(do_not_specialize=("table_width", "splits"))
 def attend_packed(
     q_latent_ptr,  # [D, A, R], contiguous
     q_rope_ptr,
