@@ -64,6 +64,7 @@ AIM_MICROSECONDS = 60.0
 SERVERS = ("ours", "echo", "bare")
 LONGEST = 1 << 20
 TICK = os.sysconf("SC_CLK_TCK")
+COUNT = "tokens"  # the file in which the engine says how many tokens it has sent
 
 
 def texts(vocabulary: Vocabulary) -> list[int]:
@@ -81,6 +82,7 @@ def run_engine(folder: Path, checkpoint: Path, pace: float) -> None:
     inbox: Inbox[ToRank] = Inbox(context, f"ipc://{folder}/rank", ToRank)
     outbox = Outbox(context, linger_ms=0)
     address, running, draw = "", dict[int, int](), random.Random(0)
+    count, sent = folder / COUNT, 0
     due = time.monotonic()
     while True:
         for message in inbox.drain():
@@ -95,6 +97,8 @@ def run_engine(folder: Path, checkpoint: Path, pace: float) -> None:
         if running:
             tokens = [Token(request, draw.choice(ids)) for request in running]
             outbox.send(address, StepTokens(instance="unified-0", rank=0, tokens=tokens))
+            sent += len(tokens)
+            count.write_text(str(sent))
         due = max(due + pace, time.monotonic() - pace)
         time.sleep(max(0.0, due - time.monotonic()))
 
@@ -240,14 +244,23 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICK
 
 
-async def measure(pid: int, port: int, *, streams: int, seconds: float) -> dict[str, float]:
+async def measure(pid: int, port: int, folder: Path, *, streams: int, seconds: float) -> dict[str, float]:
+    """A chunk may hold several tokens, so those of the engine count, where there is one."""
     clients = Clients(port)
+
+    def tokens_so_far() -> int:
+        if not (folder / COUNT).exists():
+            return clients.events
+        while not (text := (folder / COUNT).read_text()):  # just being written
+            pass
+        return int(text)
+
     tasks = [asyncio.create_task(clients.read()) for _ in range(streams)]
     await asyncio.sleep(1.0)  # all streams run
-    events, cpu, began = clients.events, cpu_seconds(pid), time.monotonic()
+    before, cpu, began = tokens_so_far(), cpu_seconds(pid), time.monotonic()
     await asyncio.sleep(seconds)
     wall = time.monotonic() - began
-    tokens, used = clients.events - events, cpu_seconds(pid) - cpu
+    tokens, used = tokens_so_far() - before, cpu_seconds(pid) - cpu
     failed = [t for t in tasks if t.done()]
     for task in tasks:
         task.cancel()
@@ -267,7 +280,8 @@ def one(kind: str, options: argparse.Namespace, port: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="frontend-") as folder:
         base = [sys.executable, __file__, str(options.checkpoint), "--folder", folder, "--port", str(port)]
         base += ["--pace", str(options.pace)]
-        processes = [subprocess.Popen([*base, "--role", role]) for role in ("engine", kind)]
+        roles = [kind] if kind == "bare" else [kind, "engine"]
+        processes = [subprocess.Popen([*base, "--role", role]) for role in roles]
         try:
             deadline = time.monotonic() + 60
             while True:
@@ -277,8 +291,10 @@ def one(kind: str, options: argparse.Namespace, port: int) -> dict[str, float]:
                 except OSError:
                     assert time.monotonic() < deadline, f"{kind} does not listen"
                     time.sleep(0.1)
-            figures = measure(processes[1].pid, port, streams=options.streams, seconds=options.seconds)
-            return asyncio.run(figures)
+            pid = processes[0].pid
+            return asyncio.run(
+                measure(pid, port, Path(folder), streams=options.streams, seconds=options.seconds)
+            )
         finally:
             for process in processes:
                 process.kill()

@@ -4,7 +4,7 @@ Turns the tokens of a `Live` into text, notices stop strings, and says what is n
 HTTP, or of the form in which a client gets it.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.openai.errors import ApiError
@@ -12,9 +12,11 @@ from moe_runtime.frontend.text.output import TextOutput
 from moe_runtime.spec.requests import FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class News:
-    """New text, the tokens it came with (`first` to `last`, the end excluded), and the end if it came."""
+class News(NamedTuple):
+    """New text, the tokens it came with (`first` to `last`, the end excluded), and the end if it came.
+
+    A tuple, as one is made for every token.
+    """
 
     text: str
     first: int

@@ -5,12 +5,14 @@ where the pieces end.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What a piece made certain: `text` before any marker; the marker, if one ended; what follows it."""
+class Found(NamedTuple):
+    """What a piece made certain: `text` before any marker; the marker, if one ended; what follows it.
+
+    A tuple, as one is made for every token.
+    """
 
     text: str
     marker: str | None = None
