@@ -2,14 +2,15 @@
 
     python -m benchmarks.fit_cost_model [--write]
 
-First the two drifts, by bisection on the balancedness that was measured per step; then the other three together,
-by least squares of log errors. Looks at no row but the named ones.
+First the two drifts, by bisection on the balancedness that was measured per step; then the other three
+together, by least squares of log errors. Looks at no row but the named ones.
 """
 
 import argparse
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -22,13 +23,12 @@ SWEEPS, GOLDEN = 6, (5**0.5 - 1) / 2
 UNITS = {
     "kernel_start": ("kernel_start_us", 1e6),
     "step": ("step_ms", 1e3),
-    "normal_start": ("normal_start_us", 1e6),
 }
 # role -> (ranks, tokens a rank and step, tokens a sequence, balancedness measured per step with balancing on)
 MEASURED = {"prefill": (32, 16384, 4096, 0.80), "decode": (72, 256, 1, 0.81)}
 
 
-def bisect(role: str, drift: Callable[[float], Drift], high: float) -> float:
+def bisect(role: Literal["prefill", "decode"], drift: Callable[[float], Drift], high: float) -> float:
     """The value of a drift's parameter that gives the measured balancedness."""
     ranks, tokens, per_sequence, target = MEASURED[role]
     deployed, low = Deployed("deepseek-v3", role, ranks, 8, 32, True), 0.0
@@ -56,7 +56,7 @@ def errors(known: Constants) -> np.ndarray:
 
 
 def fit(known: Constants) -> Constants:
-    """Least squares of log errors: each factor in turn by golden section between its bounds, until none moves."""
+    """Least squares of log errors: each factor in turn, by golden section between its bounds."""
     values = {name: getattr(known.fitted, name) for name in BOUNDS}
     for _ in range(SWEEPS):
         for name, (low, high) in BOUNDS.items():

@@ -21,11 +21,6 @@ class Account:
         self._bounds["hbm"] += memory * times
         self._bounds["launch"] += start * times
 
-    def experts(self, even: Work, real: Work, times: float) -> None:
-        """Routed experts of a mean rank; what the heaviest one takes longer is imbalance."""
-        self.work("experts", even, times)
-        self.wait(real.seconds - even.seconds, times)
-
     def wait(self, seconds: float, times: float) -> None:
         """Time lost to other ranks' larger load."""
         self._parts["imbalance"] += seconds * times
@@ -48,6 +43,7 @@ class Account:
         self._parts["collective"] += seconds * times
         self._bounds["link"] += seconds * times
         self._exposed += seconds * times
+        self._busy += seconds * times
 
     def busy(self, seconds: float, times: float) -> None:
         """Links are in use, seen or not."""

@@ -45,8 +45,8 @@ class FittedFactors:
 
     kernel_start      seconds, floor of each small kernel of a layer
     step              seconds of a step outside the layers
-    normal_transfers  seconds of normal-mode transfers in a deployment over those of the benchmark loop: barriers,
-                      contention with compute
+    normal_transfers  time of normal-mode transfers' bytes in a deployment over that in the benchmark:
+                      barriers, contention with compute
     drift_common, drift_sequence  how far an expert's load strays from step to step, see `balance.Drift`
     """
 
@@ -157,6 +157,12 @@ class Constants:
     one_sided: OneSidedTable
     collective: CollectiveConstants
     machines: Mapping[str, Machine]
+
+    def machine(self, name: str) -> Machine:
+        """The machine of a name. InputError with the names there are."""
+        if name not in self.machines:
+            raise InputError(f"machine {name!r}: one of {', '.join(self.machines)}")
+        return self.machines[name]
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -37,15 +37,12 @@ EVEN = Spread()
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Transfers of one instance. `transfer` and `bulk` are the calls; build with `make_links`.
-
-    step(mode, direction, busiest, mean, spread) is in seconds per MoE layer.
-    """
+    """Transfers of one instance; build with `make_links`."""
 
     _low_latency: Callable[[int, float, float, Spread], float]
     _normal: Callable[[int, float, float, Spread], float]
     _all_reduce: Callable[[float], float]
-    _bulk: Callable[[float, float], float]
+    _bulk: Callable[[float, bool], float]
 
     def transfer(
         self, mode: DispatchMode, direction: int, busiest: float, mean: float, spread: Spread = EVEN
@@ -61,9 +58,9 @@ class Links:
         """Seconds of one all-reduce of `num_bytes` within the attention group."""
         return self._all_reduce(num_bytes)
 
-    def bulk(self, num_bytes: float, sharing: float = 1.0) -> float:
-        """Seconds of a copy between devices of different nodes; `sharing` copies at a time share the link."""
-        return self._bulk(num_bytes, sharing)
+    def bulk(self, num_bytes: float, sharing: float = 1.0, *, local: bool = False) -> float:
+        """Seconds of a copy between devices, of one node (`local`) or two; `sharing` copies share it."""
+        return self._bulk(num_bytes * max(sharing, 1.0), local)
 
 
 def make_links(model: ModelSpec, setting: Setting, machine: Machine, constants: Constants) -> Links:
@@ -183,10 +180,11 @@ def _all_reduce(setting: Setting, machine: Machine, constants: Constants) -> Cal
     return lambda num_bytes: start + per_byte * num_bytes
 
 
-def _bulk(machine: Machine, constants: Constants) -> Callable[[float, float], float]:
+def _bulk(machine: Machine, constants: Constants) -> Callable[[float, bool], float]:
     c, hardware = constants.collective, machine.hardware
-    line = hardware.rdma_bandwidth or hardware.scaleup_bandwidth
-    return lambda num_bytes, sharing: c.bulk_start + num_bytes * max(sharing, 1.0) / (line * c.bulk_share)
+    near = hardware.scaleup_bandwidth * c.scaleup_share
+    far = near if hardware.rdma_bandwidth is None else hardware.rdma_bandwidth * c.bulk_share
+    return lambda num_bytes, local: c.bulk_start + num_bytes / (near if local else far)
 
 
 def distinct_nodes(model: ModelSpec, setting: Setting) -> float:

@@ -131,3 +131,23 @@ class StepCost:
     def bound(self) -> Bound:
         """What limits most of the step."""
         return max(self.bounds, key=self.bounds.__getitem__)
+
+    def plus(self, other: "StepCost") -> "StepCost":
+        """Both, one after the other."""
+        return StepCost(
+            seconds=self.seconds + other.seconds,
+            parts={k: v + other.parts[k] for k, v in self.parts.items()},
+            bounds={k: v + other.bounds[k] for k, v in self.bounds.items()},
+            communication=self.communication + other.communication,
+            exposed=self.exposed + other.exposed,
+        )
+
+    def times(self, factor: float) -> "StepCost":
+        """`factor` such steps."""
+        return StepCost(
+            seconds=self.seconds * factor,
+            parts={k: v * factor for k, v in self.parts.items()},
+            bounds={k: v * factor for k, v in self.bounds.items()},
+            communication=self.communication * factor,
+            exposed=self.exposed * factor,
+        )

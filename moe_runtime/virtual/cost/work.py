@@ -71,7 +71,7 @@ class Rates:
         return Work(body * share, body * (1 - share), start)
 
     def _product_rate(self, k: int, dtype: str) -> float:
-        """flop/s of a product that sums over k values: filling and draining a tile costs as much as `half_k` bytes."""
+        """flop/s of a product over k values: to fill and drain a tile costs as much as `half_k` bytes."""
         depth = k * value_bytes(dtype)
         return self.peak(dtype) * self.kernels.best_share * depth / (depth + self.kernels.half_k)
 
