@@ -92,6 +92,15 @@ def _timeline(p: argparse.ArgumentParser) -> None:
     )
 
 
+def _expert_load(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--dump-expert-load",
+        type=Path,
+        metavar="F.npz",
+        help="write how often each expert was chosen, all ranks together",
+    )
+
+
 def _check(p: argparse.ArgumentParser) -> None:
     _plan(p)
     p.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -105,6 +114,7 @@ def _generate(p: argparse.ArgumentParser) -> None:
         "--logits", type=Path, metavar="F.npz", help="also save the first token's logits of each prompt"
     )
     _timeline(p)
+    _expert_load(p)
 
 
 def _bench(p: argparse.ArgumentParser) -> None:
@@ -116,6 +126,7 @@ def _bench(p: argparse.ArgumentParser) -> None:
     p.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="X", help="multiply all lengths")
     p.add_argument("--http", metavar="URL", help="replay against a server that runs the plan already")
     _timeline(p)
+    _expert_load(p)
 
 
 def _report(p: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """The placement a deployment starts with: linear, from a file, or solved for recorded loads."""
 
+import json
 import zipfile
 from pathlib import Path
 
@@ -10,8 +11,8 @@ from moe_runtime.eplb.errors import BalanceError
 from moe_runtime.eplb.load_files import read_load
 from moe_runtime.eplb.solve import solve
 from moe_runtime.errors import PlanError
-from moe_runtime.placement.errors import PlacementError, PlacementFileError
-from moe_runtime.placement.files import read_counts, read_placement
+from moe_runtime.placement.errors import PlacementError
+from moe_runtime.placement.files import read_placement
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.placement.topology import Topology
 from moe_runtime.plan.effective import EffectiveDeployment
@@ -49,8 +50,8 @@ def initial_placement(model: ModelSpec, deployment: EffectiveDeployment) -> Plac
 
 def _holds_loads(path: Path) -> bool:
     try:
-        read_counts(path)
-    except PlacementFileError:
+        read_load(path)
+    except BalanceError:
         return False
     return True
 
@@ -74,6 +75,10 @@ def _solved(path: Path, model: ModelSpec, deployment: EffectiveDeployment) -> Pl
 
 def _layers(path: Path) -> NDArray[np.int64] | None:
     """The numbers of the layers, where the file has them."""
+    if path.suffix.lower() == ".json":
+        data = json.loads(path.read_bytes())
+        found = data.get(LAYERS_KEY) if isinstance(data, dict) else None
+        return None if found is None else np.asarray(found)
     if path.suffix.lower() != ".npz" or not zipfile.is_zipfile(path):
         return None
     with np.load(path, allow_pickle=False) as data:

@@ -13,6 +13,7 @@ import moe_runtime
 from moe_runtime.checkpoint.tokenizer import Tokenizer
 from moe_runtime.errors import InputError
 from moe_runtime.files import require_outputs
+from moe_runtime.frontend.experts import Experts
 from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.http_client import Server
 from moe_runtime.frontend.http_replay import Instances, replay_http, served_model
@@ -22,6 +23,7 @@ from moe_runtime.frontend.scrape import EVERY_SECONDS, NOTE, Scraper
 from moe_runtime.frontend.trace import read_trace
 from moe_runtime.launch import session
 from moe_runtime.launch.console import say, show
+from moe_runtime.launch.expert_load import dump_expert_load
 from moe_runtime.launch.kernels import kernels_in_use
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.progress import Progress
@@ -49,7 +51,7 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         check=command.check,
         work=command.work,
         inputs={"--trace": arguments.trace},
-        outputs={"--out": arguments.out},
+        outputs={"--out": arguments.out, "--dump-expert-load": arguments.dump_expert_load},
         timeline=arguments.timeline_out,
     )
 
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
 class _Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.out: Path = arguments.out
+        self.expert_load: Path | None = arguments.dump_expert_load
         self.options = Options(
             trace=str(arguments.trace),
             speed=arguments.speed,
@@ -97,6 +100,8 @@ class _Bench:
         with Progress("requests", len(arrivals)) as progress:
             records = await replay(fleet, arrivals, on_done=progress.advance)
         fleet.raise_if_failed()
+        if self.expert_load is not None:
+            await dump_expert_load(Experts(fleet), self.expert_load)
         self._save(self._facts(flight, warmup_end), records, await fleet.collect())
         return 0
 
@@ -162,6 +167,10 @@ class _Bench:
 
 
 def _run_http(command: _Bench, arguments: argparse.Namespace) -> int:
+    if arguments.dump_expert_load is not None:
+        raise InputError(
+            "--dump-expert-load: ask the server, POST /admin/expert-load/dump; or leave out --http"
+        )
     if arguments.timeline_out is not None:
         raise InputError("--timeline-out: a server keeps no trace of its steps; leave it out, or --http")
     server = Server.of(arguments.http)

@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 
 from moe_runtime.checkpoint.tokenizer import Tokenizer
 from moe_runtime.errors import InputError
+from moe_runtime.frontend.experts import Experts
 from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.prompts import PromptRequest, prompt_ids, read_prompts
 from moe_runtime.frontend.results import GenerateResult, write_logits, write_results
 from moe_runtime.launch import session
 from moe_runtime.launch.console import say
+from moe_runtime.launch.expert_load import dump_expert_load
 from moe_runtime.launch.preflight import Preflight
 from moe_runtime.launch.progress import Progress
 from moe_runtime.spec.requests import FinishReason
@@ -28,7 +30,11 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         check=command.check,
         work=command.work,
         inputs={"--prompts": arguments.prompts},
-        outputs={"--out": arguments.out, "--logits": arguments.logits},
+        outputs={
+            "--out": arguments.out,
+            "--logits": arguments.logits,
+            "--dump-expert-load": arguments.dump_expert_load,
+        },
         timeline=arguments.timeline_out,
     )
 
@@ -38,6 +44,7 @@ class _Generate:
         self.prompts: Path = arguments.prompts
         self.out: Path = arguments.out
         self.logits: Path | None = arguments.logits
+        self.expert_load: Path | None = arguments.dump_expert_load
 
     def check(self, flight: Preflight) -> None:
         """Everything wrong with the inputs, before a rank starts."""
@@ -76,6 +83,8 @@ class _Generate:
 
             results = await asyncio.gather(*(one(r) for r in requests))
         fleet.raise_if_failed()
+        if self.expert_load is not None:
+            await dump_expert_load(Experts(fleet), self.expert_load)
         write_results(self.out, results)
         if self.logits is not None:
             write_logits(self.logits, logits, vocab_size=flight.model.vocab_size)

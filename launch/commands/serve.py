@@ -13,6 +13,7 @@ from moe_runtime.errors import PlanError
 from moe_runtime.frontend.admission import Admission, derive_limits
 from moe_runtime.frontend.advice import Advice, Policy, advise, signals_of
 from moe_runtime.frontend.board import Board
+from moe_runtime.frontend.experts import Experts
 from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.metrics import Metrics
 from moe_runtime.frontend.openai.sampling import ModelLimits
@@ -61,6 +62,7 @@ async def work(flight: Preflight, fleet: Fleet) -> int:
     """One frontend: serve until told to end."""
     # Imported here, as only frontends need a web server.
     from moe_runtime.frontend.server.app import make_app
+    from moe_runtime.frontend.server.experts_admin import add_experts_admin
     from moe_runtime.frontend.server.gate import Gate
     from moe_runtime.frontend.server.lifecycle import Ending, run_server
 
@@ -72,6 +74,7 @@ async def work(flight: Preflight, fleet: Fleet) -> int:
     advisor = _Advisor(flight, service)
     model = _served_model(flight)
     app = make_app(model, service, advice=advisor.advice, start_drain=ending.drain)
+    add_experts_admin(app, Experts(fleet))
     gate = Gate(
         app,
         keys=_keys(API_KEYS),

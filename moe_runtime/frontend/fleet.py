@@ -11,6 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from moe_runtime.engine.balancing.wire import PlacementNow, RecordedLoads, ToFrontendBalancing
 from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
@@ -63,6 +64,7 @@ class Fleet:
         self._reader: asyncio.Task[None] | None = None
         self._next = bootstrap.frontend << FRONTEND_SHIFT
         self._on_status: Callable[[Status, float], None] | None = None
+        self.on_experts: Callable[[ToFrontendBalancing], None] | None = None
 
     async def start(self, on_wait: Callable[[list[str]], None] | None = None) -> None:
         """Say hello to every rank and wait until all are ready; `on_wait` hears who is missing."""
@@ -93,6 +95,10 @@ class Fleet:
         """Have every rank report how it is doing every so often; `on_status` hears it and the time."""
         self._on_status = on_status
         self._tell_all(Watch(frontend=self._bootstrap.frontend, seconds=seconds))
+
+    def tell(self, rank: tuple[str, int], message: msgspec.Struct) -> None:
+        """Send a message to one of `ranks`."""
+        self._outbox.send(self._addresses[rank], message)
 
     def new_id(self) -> int:
         """An id that no other request of the launch has."""
@@ -212,6 +218,9 @@ class Fleet:
             case Stats(instance=instance, rank=rank, batch=batch, timeline=timeline):
                 self._steps[instance, rank] = unpack(batch)
                 self.timelines.append(timeline)
+            case PlacementNow() | RecordedLoads():
+                if self.on_experts is not None:
+                    self.on_experts(message)
 
     def _prefilled(self, message: Prefilled, live: Live | None, now: float) -> None:
         """The first token is here: go on where the sequence is decoded."""

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from moe_runtime.engine.messages import ROWS_BUCKETS, Status
 from moe_runtime.frontend.admission import Admission, Verdict
+from moe_runtime.frontend.balancing_metrics import balancing_metrics
 from moe_runtime.frontend.board import KINDS, Board, RankView, tokens_of
 from moe_runtime.report.records import OVERLAP_REASONS, PHASES
 from moe_runtime.spec.limits import DISPATCH_MODES
@@ -137,6 +138,7 @@ class _RankMetrics(Collector):
             for kind, rate in rates.items():
                 per_node.add_metric([role, kind], rate)
         yield per_node
+        yield from balancing_metrics(views, PREFIX)
 
 
 def _gauges(views: list[RankView]) -> Iterator[Metric]:

@@ -13,8 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_runtime.engine.agree import (
+    NO_OFFER,
     VERSION,
     AgreeLimits,
+    MoveOffer,
+    MoveOrder,
+    MovePhase,
     StepKind,
     StepProposal,
     agree,
@@ -219,3 +223,38 @@ def test_a_missing_rank_is_named_within_the_deadline():
     assert time.monotonic() - began < 5
     assert [e.ranks for e in errors] == [(1,), (1,)]
     assert all("rank 1" in str(e) and "step 0" in str(e) for e in errors)
+
+
+# -- moving experts --------------------------------------------------------------------------------
+
+
+def moving(*offers: MoveOffer, **kinds: bool) -> MoveOrder:
+    """What ranks with these offers are ordered to do; all idle or all decoding."""
+    proposals = [replace(proposal(decode=1, **kinds), move=offer) for offer in offers]
+    wire = [StepProposal.from_vector(p.to_vector(), 4) for p in proposals]
+    assert [p.move for p in wire] == list(offers)
+    order = agree(wire, LIMITS).move
+    idle = [replace(p, decode_tokens=0) for p in proposals]
+    assert agree(idle, LIMITS).kind is StepKind.PARK
+    assert agree(idle, LIMITS).move == order
+    return order
+
+
+def test_a_unit_begins_and_commits_on_all_ranks_or_none():
+    ready, staging, staged = (MoveOffer(1 << 40, phase) for phase in MovePhase)
+    assert moving(ready, ready) == MoveOrder(begin=1 << 40, moving=True)
+    assert moving(staged, staged) == MoveOrder(commit=1 << 40, moving=True)
+    for offers in (
+        (ready, NO_OFFER),
+        (staged, staging),
+        (staging, staging),
+        (ready, replace(ready, ticket=7)),
+    ):
+        assert moving(*offers) == MoveOrder(moving=True), offers
+    assert moving(NO_OFFER, NO_OFFER) == MoveOrder()
+
+
+def test_one_rank_that_fails_ends_the_attempt():
+    staged = MoveOffer(5, MovePhase.STAGED)
+    assert moving(staged, replace(staged, failed=True)) == MoveOrder(abort=True)
+    assert moving(NO_OFFER, replace(staged, failed=True)) == MoveOrder(abort=True)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moe_runtime.engine.node_tree import NodeTree, State, TreeShape
+from moe_runtime.engine.node_tree import Gathered, NodeTree, State, TreeShape
 from moe_runtime.errors import PeerLost, StepTimeout
 
 
@@ -19,6 +19,11 @@ def test_shape(nodes, arity, depth):
     assert sorted(shape.subtree(0)) == list(range(nodes))
     for node in range(nodes):
         assert all(shape.parent(c) == node for c in shape.children(node))
+
+
+def having(gathered: Gathered, state: State) -> list[int]:
+    """The nodes in a state."""
+    return [node for node, s in enumerate(gathered.states) if s == state]
 
 
 class Nodes:
@@ -47,8 +52,8 @@ class Nodes:
                         tree.close()
                         return
                     gathered = tree.allgather(step, (1000 * step + node).to_bytes(8, "little"))
-                    self.states[node].append({s: gathered.having(s) for s in State})
-                    if gathered.having(State.LATE) or gathered.states[0] != State.HERE:
+                    self.states[node].append({s: having(gathered, s) for s in State})
+                    if State.LATE in gathered.states or gathered.states[0] != State.HERE:
                         return
                     blocks = [gathered.block(n) for n in range(len(self.trees))]
                     self.results[node].append(

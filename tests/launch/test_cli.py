@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 FROZEN = {
     "make-checkpoint": "--family --out [--size] [--dtype] [--seed]",
     "check": "PLAN [--set] [--json]",
-    "generate": "PLAN [--set] --prompts --out [--logits] [--timeline-out]",
+    "generate": "PLAN [--set] --prompts --out [--logits] [--timeline-out] [--dump-expert-load]",
     "serve": "PLAN [--set]",
-    "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--http] [--timeline-out]",
+    "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--http] [--timeline-out]"
+    " [--dump-expert-load]",
     "report": "RUN.json+",
     "eplb": "--load --topology --slots [--current] --out [--groups] [--quality] [--split] [--expert-bytes]"
     " [--horizon] [--plot]",

@@ -114,6 +114,7 @@ class Balancing:
         newest = self.controller.newest
         return msgspec.structs.replace(
             placement_now(self.instance, self.mover.placement),
+            live=True,
             action=newest.action if newest.why else "",
             why=newest.why,
             moves=np.frombuffer(newest.moves, np.int64).reshape(3, -1).T.tolist(),

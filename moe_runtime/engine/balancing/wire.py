@@ -90,6 +90,7 @@ class AskPlacement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class PlacementNow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank 0 -> frontend: the placement in use, and what was decided last.
 
+    live               the instance rebalances
     action, why        of the newest decision; empty before the first
     moves              of the newest decision: [layer, slot to fill, slot it comes from]
     balancedness       that the newest decision predicted, a mean over the layers
@@ -102,6 +103,7 @@ class PlacementNow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     digest: str
     num_ranks: int
     slot_to_expert: list[list[int]]
+    live: bool = False
     action: str = ""
     why: str = ""
     moves: list[list[int]] = []

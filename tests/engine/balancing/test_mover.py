@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_runtime.engine.agree import AgreeLimits, MoveOrder, StepProposal, agree
-from moe_runtime.engine.balancing.courier import Courier, Staging
+from moe_runtime.engine.balancing.courier import Courier, Piece, Staging
 from moe_runtime.engine.balancing.mover import Mover
 from moe_runtime.engine.balancing.registry import ExpertRegistry
 from moe_runtime.engine.balancing.wire import NewPlacement
@@ -161,25 +161,26 @@ def test_layers_are_committed_one_at_a_time_everywhere_at_once():
 
 
 def test_no_more_bytes_leave_a_rank_in_a_step_than_allowed():
-    given: list[int] = []
-    ranks = Ranks(bytes_per_step=48)
+    ranks, spies = Ranks(bytes_per_step=48), []
     for mover in ranks.movers:
-        give = mover.courier.give
-        mover.courier = Spy(
-            mover.courier,
-            lambda batch, give=give: (given.append(sum(len(p.source) for p in batch)), give(batch)),
-        )  # type: ignore[assignment,misc]
+        spies.append(Spy(mover.courier))
+        mover.courier = spies[-1]  # type: ignore[assignment]
     ranks.reach(target_of(ranks, "permute", 1), 1)
+    given = [n for spy in spies for n in spy.given]
     assert 0 < max(given) <= 48
     assert sum(given) == sum(PART_BYTES) * sum(m.moves for m in ranks.movers)
     ranks.close()
 
 
 class Spy:
-    """A courier of which one method is another."""
+    """A courier that notes the bytes of each batch."""
 
-    def __init__(self, courier: Courier, give: Callable[..., object]) -> None:
-        self._courier, self.give = courier, give
+    def __init__(self, courier: Courier) -> None:
+        self._courier, self.given = courier, list[int]()
+
+    def give(self, batch: list[Piece]) -> None:
+        self.given.append(sum(len(p.source) for p in batch))
+        self._courier.give(batch)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._courier, name)

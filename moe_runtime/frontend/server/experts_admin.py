@@ -1,0 +1,57 @@
+"""Admin endpoints of expert placement and loads: routes and their answers, nothing else."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import FastAPI, Query
+from fastapi.responses import Response
+
+from moe_runtime.frontend.experts import Experts
+from moe_runtime.frontend.openai.errors import ApiError
+from moe_runtime.frontend.server.openapi import ANSWERS
+
+
+def add_experts_admin(app: FastAPI, experts: Experts) -> None:
+    """/admin/placement, /admin/rebalance, /admin/expert-load/{start,stop,dump}."""
+
+    @app.get("/admin/placement", responses=ANSWERS)
+    async def placement() -> Response:
+        """Of every instance: the map, its epoch, and the newest decision with its moves, bound and gap."""
+        return _json({"instances": await _answered(experts.placements())})
+
+    @app.post("/admin/rebalance", responses=ANSWERS)
+    async def rebalance() -> Response:
+        """Decide now, and move though it may not pay."""
+        instances = await _answered(experts.placements())
+        live = [name for name, now in instances.items() if now.live]
+        if not live:
+            raise ApiError(400, "no deployment of the plan has balancing.enabled", code="not_enabled")
+        experts.rebalance(live)
+        return _json({"status": "asked", "instances": live})
+
+    @app.post("/admin/expert-load/{action}", responses=ANSWERS)
+    async def expert_load(
+        action: Literal["start", "stop", "dump"], deployment: Annotated[str | None, Query()] = None
+    ) -> Response:
+        """Count from zero, count no more, or answer the counts, which `balancing.initial` takes in a file."""
+        if action != "dump":
+            experts.record(action)
+            return _json({"status": action})
+        loads = await _answered(experts.dump())
+        if deployment is None and len(loads) == 1:
+            deployment = next(iter(loads))
+        if deployment not in loads:
+            raise ApiError(400, f"deployment: one of {', '.join(loads)}", param="deployment")
+        one = loads[deployment]
+        return _json({"deployment": deployment, "layers": one.layers, "load": one.pairs_LE.tolist()})
+
+
+async def _answered(question: Any) -> Any:
+    try:
+        return await question
+    except TimeoutError as error:
+        raise ApiError(504, "a rank did not answer", code="timeout") from error
+
+
+def _json(content: object) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
