@@ -93,7 +93,7 @@ class _Endpoints:
     async def _serve(
         self, request: Request, parsed: SamplingFields, size: int, prepare: Callable[[], Prepared]
     ) -> Response:
-        terms = _terms(request, parsed)
+        terms = _terms(request, parsed, self._service.timeout)
         prepared = await asyncio.to_thread(prepare) if size > _LONG_BODY else prepare()
         running = self._service.start(prepared.orders, terms)
         note = request.state.note
@@ -156,18 +156,20 @@ class _Endpoints:
         return HTMLResponse(render_status(self._model.name, self._service, time.monotonic()))
 
 
-def _terms(request: Request, parsed: SamplingFields) -> Terms:
-    """How a request wants to be served; ApiError 400 for a header that is no number."""
+def _terms(request: Request, parsed: SamplingFields, longest: float) -> Terms:
+    """How a request wants to be served; ApiError 400 for a header that says nothing useful.
+
+    `longest`: seconds that any request may take.
+    """
     timeout = rank = None
     if (text := request.headers.get(TIMEOUT_HEADER)) is not None:
         try:
             timeout = float(text)
         except ValueError:
             timeout = math.nan
-        if not 0 < timeout < math.inf:
-            raise ApiError(
-                400, f"{TIMEOUT_HEADER}: must be a number of seconds above 0", param=TIMEOUT_HEADER
-            )
+        if not 0 < timeout <= longest:
+            message = f"{TIMEOUT_HEADER}: must be a number of seconds above 0, at most {longest:g}"
+            raise ApiError(400, message, param=TIMEOUT_HEADER)
     if (text := request.headers.get(RANK_HEADER)) is not None:
         if not (text.isascii() and text.isdigit() and len(text) < 7):
             raise ApiError(400, f"{RANK_HEADER}: must be the number of a rank", param=RANK_HEADER)

@@ -57,6 +57,8 @@ class Prepared:
 def prepare_completion(model: ServedModel, request: CompletionRequest) -> Prepared:
     """Raises ApiError for whatever cannot be served."""
     _common_checks(model, request)
+    if request.echo and request.logprobs is not None:
+        invalid("echo", "cannot be combined with logprobs: a prompt has none")
     prompts = request.prompts
     copies = _copies(model, request, len(prompts))
     several = len(prompts) > 1
