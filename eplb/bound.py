@@ -70,13 +70,14 @@ class _Crowd:
     def __init__(self, units_LE: NDArray[np.float64], ranks: int, slots_per_rank: int, slots: int) -> None:
         self.R, self.N, self.S = ranks, slots_per_rank, slots
         self.units_LE = units_LE
+        self.by_load_LE = units_LE.argsort(axis=1, kind="stable")
 
     def refutes(self, T_L: NDArray[np.float64]) -> NDArray[np.bool_]:
         """bool [L]: proven that no plan of the layer has a peak of T or less."""
         parts_LE = np.maximum(np.ceil(self.units_LE / T_L[:, None] - SLACK), 1.0)
         rest_LE = self.units_LE - (parts_LE - 1) * T_L[:, None]
         by_rest = ~self._fits(T_L, parts_LE, rest_LE, rest_LE.argsort(axis=1, kind="stable"))
-        by_load = ~self._fits(T_L, parts_LE, rest_LE, self.units_LE.argsort(axis=1, kind="stable"))
+        by_load = ~self._fits(T_L, parts_LE, rest_LE, self.by_load_LE)
         # By load, the others' smallest parts are sorted only as long as each has one part.
         one_part = np.arange(self.units_LE.shape[1]) <= (parts_LE == 1).sum(axis=1)[:, None]
         refuted: NDArray[np.bool_] = by_rest.any(axis=1) | (by_load & one_part).any(axis=1)

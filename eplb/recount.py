@@ -99,14 +99,11 @@ def _best_exchange(
         if not len(others):
             continue
         # The shares as a matrix, a row per giver: its slots grow, the taker's shrink, one slot changes hands.
-        rows = np.tile(share, (len(others), 1))
-        rows[:, expert == taker] = np.floor(layer.units_E[taker] / (count[taker] + 1))
-        mine = expert[None, :] == others[:, None]
+        shrunk = np.floor(layer.units_E[taker] / (count[taker] + 1))
         grown = np.floor(layer.units_E[others] / (count[others] - 1))
-        rows = np.where(mine, grown[:, None], rows)
-        rows[np.arange(len(others)), mine.argmax(axis=1)] = np.floor(
-            layer.units_E[taker] / (count[taker] + 1)
-        )
+        mine = expert == others[:, None]
+        rows = np.where(mine, grown[:, None], np.where(expert == taker, shrunk, share))
+        rows[np.arange(len(others)), mine.argmax(axis=1)] = shrunk
         rows.sort(axis=1)
         excess = layer.excess(rows[:, R:] + rows[:, :R][:, ::-1])
         k = int(excess.argmin())

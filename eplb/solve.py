@@ -225,16 +225,16 @@ class _Task:
         L = len(self.load)
         slots_LS = state.expert_LRN.reshape(L, -1).astype(np.int32)
         epoch = 0 if current is None else current.epoch + 1
-        placement = self._placement(slots_LS, epoch, None)
+        share_LS = state.share_LRN.reshape(L, -1) if self.weighted else None
+        placement = self._placement(slots_LS, epoch, share_LS)
         equal_L = peak_L = equal_peak(slots_LS, self.load, self.R)
-        if self.weighted:
-            share_LS = state.share_LRN.reshape(L, -1)
-            weighted = self._placement(slots_LS, epoch, share_LS)
-            peak_L = weighted.rank_load(self.load).max(axis=1)
-            # Where weights gain nothing but their rounding, replicas share equally.
-            share_LS[peak_L >= equal_L] = 0
-            peak_L = np.minimum(peak_L, equal_L)
-            placement = self._placement(slots_LS, epoch, share_LS)
+        if share_LS is not None:
+            peak_L = placement.rank_load(self.load).max(axis=1)
+            idle_L = peak_L >= equal_L  # weights gain nothing but their rounding: replicas share equally
+            if idle_L.any():
+                share_LS = np.where(idle_L[:, None], 0.0, share_LS)
+                peak_L = np.minimum(peak_L, equal_L)
+                placement = self._placement(slots_LS, epoch, share_LS)
         mean_L = self.load.sum(axis=1) / self.R
         before_L = None if current is None else current.rank_load(self.load).max(axis=1)
         saved = np.nan if before_L is None or horizon is None else horizon * float((before_L - peak_L).sum())

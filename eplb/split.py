@@ -43,8 +43,8 @@ def level_shares(state: State, goal_L: NDArray[np.float64], sweeps: int) -> None
 class _Turn:
     """M experts, of any layers, that no rank has two of: levelling one does not change what another sees.
 
-    C is the largest number of their replicas. slot_MC and rank_MC are places in the part's flattened slots and
-    ranks; where not `real_MC` they pad.
+    C is the largest number of their replicas. slot_MC and rank_MC are places in the part's flattened slots
+    and ranks; where not `real_MC` they pad.
     """
 
     layer_M: NDArray[np.intp]
