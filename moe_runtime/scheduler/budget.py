@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 FADE = 0.98
 AIM = 0.8
+SHARE = 0.25
 LEAST_STEPS = 3
 
 
@@ -21,7 +22,8 @@ class ChunkBudget:
 
     It aims at `AIM` of the target, so that most steps keep to it though times vary.
 
-    The least is what bounds the delay of a prefill when even decoding alone misses the target.
+    A prefill always gets `SHARE` of the time that decoding takes, or the least, whatever the target: that
+    bounds its delay where even decoding alone misses the target, and costs the decoding little.
     """
 
     target: float
@@ -49,5 +51,6 @@ class ChunkBudget:
         constant, per_decode, per_prefill = np.linalg.solve(self._moments + ridge, self._sums)
         if per_prefill <= 0:
             return None
-        room = AIM * self.target - constant - per_decode * decode_rows
+        decoding = max(0.0, constant + per_decode * decode_rows)
+        room = max(AIM * self.target - decoding, SHARE * decoding)
         return max(self.least, int(room / per_prefill))

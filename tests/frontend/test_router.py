@@ -65,7 +65,7 @@ def test_a_home_over_twice_the_mean_sends_work_away_and_gets_it_back():
     assert router.assign(100, prompt=prompt(1)) == 0, "the first home comes first"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**20), num=st.integers(1, 5))
 def test_affinity_holds_exactly_while_the_load_allows_it(seed, num):
     rng = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.scheduler import queue
-from moe_runtime.scheduler.budget import AIM, LEAST_STEPS, ChunkBudget
+from moe_runtime.scheduler.budget import AIM, LEAST_STEPS, SHARE, ChunkBudget
 from moe_runtime.scheduler.queue import WaitingQueue
 from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import Sequence, make_sequence
@@ -139,10 +139,13 @@ def test_a_budget_learns_what_a_row_costs_and_keeps_to_the_target():
     assert budget.rows(0) is None, "nobody waits for a token"
 
 
-def test_a_target_out_of_reach_leaves_the_least():
-    budget = ChunkBudget(target=0.005, least=16)
-    observe(budget, np.random.default_rng(0), 50)
-    assert budget.rows(4) == 16
+def test_a_target_out_of_reach_leaves_a_share_of_the_time_or_the_least():
+    budget = ChunkBudget(target=0.005, least=10)
+    observe(budget, np.random.default_rng(0), 200)
+    assert budget.rows(4) == pytest.approx(SHARE * (0.010 + 0.0005 * 4) / 0.0002, abs=2)
+    budget = ChunkBudget(target=0.005, least=30)
+    observe(budget, np.random.default_rng(0), 200)
+    assert budget.rows(4) == 30
 
 
 def test_a_budget_follows_a_machine_that_slows_down():
