@@ -45,14 +45,17 @@ def tile_ends(
 ):
     """int32 [SLOTS], a power of two >= num_slots: the number of tiles of all slots up to each.
 
-    With GAPS a slot has tiles up to the next slot's start, so that gap rows can be written.
+    With GAPS a slot has tiles up to the next slot's start, so that gap rows can be written. Whatever
+    starts and counts say, no tile lies past the rows; `locate` cuts them alike.
     """
     slot = tl.arange(0, SLOTS)
-    span = tl.load(counts + slot, mask=slot < num_slots, other=0)
+    real = slot < num_slots
+    start = tl.minimum(tl.load(starts + slot, mask=real, other=0), num_rows)
     if GAPS:
-        start = tl.load(starts + slot, mask=slot < num_slots, other=0)
         next_start = tl.load(starts + slot + 1, mask=slot + 1 < num_slots, other=num_rows)
-        span = tl.where(slot < num_slots, next_start - start, 0)
+        span = tl.where(real, tl.minimum(next_start, num_rows) - start, 0)
+    else:
+        span = tl.minimum(tl.load(counts + slot, mask=real, other=0), num_rows - start)
     return tl.cumsum(tl.cdiv(span, ROWS) * output_tiles)
 
 
@@ -72,12 +75,12 @@ def locate(
     """(slot, first row, rows of the slot from there on, rows to write from there on, output tile)."""
     slot = tl.sum((ends <= tile).to(tl.int32))
     tile -= tl.max(tl.where(ends <= tile, ends, 0))
-    start = tl.load(starts + slot)
-    # Whatever the counts say, nothing is read or written past the rows.
+    start = tl.minimum(tl.load(starts + slot), num_rows)
     count = tl.minimum(tl.load(counts + slot), num_rows - start)
     span = count
     if GAPS:
-        span = tl.load(starts + slot + 1, mask=slot + 1 < num_slots, other=num_rows) - start
+        next_start = tl.load(starts + slot + 1, mask=slot + 1 < num_slots, other=num_rows)
+        span = tl.minimum(next_start, num_rows) - start
     first = tile // (BAND * output_tiles) * BAND
     height = tl.minimum(tl.cdiv(span, ROWS) - first, BAND)
     tile -= first * output_tiles

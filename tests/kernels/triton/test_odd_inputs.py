@@ -84,7 +84,9 @@ def test_products_begin_at_multiples_of_16_bytes_and_may_have_no_inputs():
 
 
 @pytest.mark.parametrize("zero_gaps", [False, True])
-def test_counts_past_the_rows_write_to_nobody(zero_gaps, monkeypatch):
+@pytest.mark.parametrize("starts", [(0, 8, 16), (0, 8, 90), (0, 40, 90)])
+def test_groups_past_the_rows_write_to_nobody(starts, zero_gaps, monkeypatch):
+    """As `permute` gives them if its capacity was too small: what has room is right, the rest is cut."""
     memory = torch.full((64, 64), 7.0)
     new_empty = torch.Tensor.new_empty
 
@@ -92,11 +94,12 @@ def test_counts_past_the_rows_write_to_nobody(zero_gaps, monkeypatch):
         return memory[:16] if shape == (16, 64) else new_empty(x, *shape, **how)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", first_rows)
-    counts = torch.tensor([8, 40], dtype=torch.int32)
-    x, w = normal(16, 64), normal(2, 64, 64, seed=1)
-    got = product(x, w, 4 * STARTS, counts, zero_gaps=zero_gaps, rows_per_slot=8)
-    want = product_reference(x, w, 4 * STARTS, counts.clamp(max=8))
-    assert relative_error(got, want) <= 1e-6
+    x, w = normal(16, 64), normal(3, 64, 64, seed=1)
+    first, counts = torch.tensor([starts, (8, 40, 50)], dtype=torch.int32)
+    got = product(x, w, first, counts, zero_gaps=zero_gaps, rows_per_slot=8)
+    want = product_reference(x, w, first, torch.minimum(counts, (16 - first).clamp(min=0)))
+    owned = slice(0, 8 if starts[1] > 16 and not zero_gaps else 16)
+    assert relative_error(got[owned], want[owned]) <= 1e-6
     assert (memory[16:] == 7.0).all()
 
 
