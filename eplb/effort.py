@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Budgets of each layer, and the gap to the bound at which a layer is done.
+    """Budgets of each layer, and the gap at which a layer is done.
 
-    tolerance     relative gap to the proven bound
+    tolerance     relative gap to the larger of the mean load and the least largest share
     pair_rounds   rounds of swaps between heavy and light ranks
     peak_rounds   swaps off the heaviest rank
     recount       shares sorted in the search for better replica counts (two slots a rank)

@@ -96,13 +96,8 @@ class _Task:
         weighted: bool,
         fill: bool,
     ) -> None:
-        self.load, self.topology, self.slots, self.effort, self.weighted = (
-            load,
-            topology,
-            slots,
-            effort,
-            weighted,
-        )
+        self.load, self.topology, self.slots = load, topology, slots
+        self.effort, self.weighted = effort, weighted
         self.units, self.scale_L = to_units(load)
         self.E, self.R = load.shape[1], topology.num_ranks
         self.N = topology.slots_per_rank(slots)

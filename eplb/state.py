@@ -15,8 +15,8 @@ class State:
     """A plan of some layers, changed in place by the search.
 
     expert_LRN  int64, -1 empty
-    share_LRN   units each slot carries under equal split (rounded down), 0 where empty
-    load_LR     their sums
+    share_LRN   units each slot carries, 0 where empty: equal split, rounded down, until it is levelled
+    load_LR     their sums over a rank's slots
     units_LE    load of each expert
     count_LE    replicas of each expert
     """

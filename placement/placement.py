@@ -27,7 +27,7 @@ class Placement:
     epoch              one counter per instance, incremented by each commit
     cumulative_LS      uint16 [L, S]: exclusive start of each slot's share of its expert's tokens,
                        in 65536ths, slots of an expert in ascending order; None means equal shares
-    topology       nodes and links the ranks belong to, where known; no part of the digest
+    topology           nodes and links the ranks belong to, where known; no part of the digest
 
     Raises PlacementError unless every expert has a replica, no expert sits twice on a rank (unless it has
     more replicas than there are ranks), and split weights start at 0 and do not fall.

@@ -56,6 +56,16 @@ def test_levelling_for_it_lowers_it_and_loses_no_load():
     assert expected_peak(safe, 0.2) < expected_peak(plain, 0.2)
 
 
+def test_levelling_leaves_a_layer_at_its_goal_alone():
+    """The allowances raise every rank; without the mean of them on top no layer would be at its goal."""
+    units = np.rint(np.array([[4.0, 5.0, 5.02]]) * 2**40)
+    for goal, changes in ((7.0, True), (7.1, False)):
+        state = State.of(np.array([[[0, 1], [0, 2]]]), units)
+        before = state.share_LRN.copy()
+        level_for(state, np.array([goal]) * 2**40, 10, 0.05)
+        assert bool((state.share_LRN != before).any()) == changes
+
+
 def test_an_error_that_is_none_is_refused():
     with pytest.raises(BalanceError, match="next_error = -1.0"):
         solve(np.ones((1, 4)), Topology(nodes=1, ranks_per_node=2), 4, next_error=-1.0)
