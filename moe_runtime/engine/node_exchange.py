@@ -97,7 +97,9 @@ class NodeExchange:
         self._publish(step, tree.allgather(step, self._block.data.cast("B")))
 
     def _publish(self, step: int, gathered: Gathered) -> None:
-        """A host that is gone or late is so with all its ranks: only its leader speaks for them."""
+        """What came, to the ranks of this host. One that is gone or late is so with all its ranks, as only
+        its leader speaks for them.
+        """
         table = self._all[step % 2]
         for node, ranks in enumerate(self._nodes):
             block = gathered.block(node)
@@ -109,7 +111,7 @@ class NodeExchange:
         self._flag.set(step + 1)
 
     def _follow(self, step: int) -> Missing:
-        """Wait for what the leader publishes; it goes to the others now, if all of this host have posted."""
+        """Wait for what the leader publishes, once it has what the ranks of this host posted."""
         deadline = time.monotonic() + self._timeout
         while not self._flag.wait(step + 1, min(deadline, time.monotonic() + LOOK_SECONDS)):
             if self._host.has_died(0) and self._flag.value < step + 1:

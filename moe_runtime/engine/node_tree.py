@@ -49,10 +49,6 @@ class Gathered:
     states: bytes
     blocks: memoryview
 
-    def having(self, state: State) -> list[int]:
-        """The nodes in a state."""
-        return [node for node, s in enumerate(self.states) if s == state]
-
     def block(self, node: int) -> memoryview | None:
         """The block of a node, None if it did not come."""
         if self.states[node] != State.HERE:

@@ -26,12 +26,6 @@ class Layer(Protocol):
     def __call__(self, x_TH: Tensor, step: StepContext) -> Generator[None, None, Tensor]: ...
 
 
-class Where(Protocol):
-    """Told which micro-batch and layer the next stage belongs to."""
-
-    def at(self, micro_batch: int, layer: int) -> None: ...
-
-
 class Lanes(Protocol):
     """Where the stages of the micro-batches run side by side, on a device that can (`two_streams`)."""
 

@@ -76,9 +76,9 @@ def test_all_ranks_of_all_hosts_see_the_same_vectors():
     assert all(seen == expected for seen in instance.results.values())
 
 
-@pytest.mark.parametrize("silent", [0, 1, 3])
+@pytest.mark.parametrize("silent", [0, 1, 3, 4])
 def test_all_other_ranks_name_the_silent_one(silent):
-    """The root's leader, a rank below it, another host's leader (with a rank below it)."""
+    """The root's leader, a rank below it, another host's leader, the rank below that one."""
     instance = Instance(2.0)
     began = time.monotonic()
     instance.run(10, lambda rank, step: not (rank == silent and step == 4))
@@ -106,3 +106,19 @@ def test_a_dead_rank_is_named_by_the_ranks_of_all_hosts():
     for error in instance.errors.values():
         assert isinstance(error, PeerLost)
         assert "waiting for rank 4, agreement, step 1: no longer running" in str(error)
+
+
+def test_a_leader_that_died_with_what_it_had_taken_is_named_by_its_host():
+    instance = Instance(30.0)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    host = instance.exchanges[4]._host
+    host._pids[0][0] = child.pid
+    host._flags[0].set(1)  # it posted, and never published
+    began = time.monotonic()
+    with pytest.raises(PeerLost, match="waiting for rank 3, agreement, step 0: no longer running"):
+        instance.exchanges[4](0, np.zeros(WORDS, np.int64))
+    child.wait()
+    assert time.monotonic() - began < 5
+    for tree in instance.trees:
+        tree.close()
