@@ -232,5 +232,7 @@ def test_a_wheel_holds_real_files_and_every_module_imports(tmp_path):
 
 
 def test_dependencies_are_importable_by_the_names_we_use():
-    for name in ("torch", "numpy", "yaml", "pydantic", "msgspec", "zmq", "tokenizers", "rich"):
+    names = ("torch", "numpy", "yaml", "pydantic", "msgspec", "zmq", "tokenizers", "rich")
+    serving = ("transformers", "jinja2", "fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
+    for name in (*names, *serving):
         importlib.import_module(name)
