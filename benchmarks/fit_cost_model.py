@@ -1,6 +1,6 @@
 """Fits the cost model's factors on the rows that configs/hardware/fitted.yaml names, and writes them there.
 
-    python -m benchmarks.fit_cost_model [--write]
+    python -m benchmarks.fit_cost_model [--write] [--table]
 
 First the two drifts, by bisection on the balancedness that was measured per step; then the other three
 together, by least squares of log errors. Looks at no row but the named ones.
@@ -10,14 +10,18 @@ import argparse
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from moe_runtime.virtual.cost.balance import Drift
+from moe_runtime.virtual.cost.comparison import summary, table
 from moe_runtime.virtual.cost.constants import FOLDER, Constants, constants
 from moe_runtime.virtual.cost.published import Deployed, deployment_balance, error_of, published_rows
 
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "cost-model.md"
+BEGIN, END = "<!-- rows -->", "<!-- end of rows -->"
 BOUNDS = {"kernel_start": (1e-6, 1e-5), "step": (0.0, 8e-3), "normal_transfers": (1.0, 2.0)}
 SWEEPS, GOLDEN = 6, (5**0.5 - 1) / 2
 UNITS = {
@@ -76,10 +80,24 @@ def golden(loss: Callable[[float], float], low: float, high: float) -> float:
     return (low + high) / 2
 
 
+def write_table() -> None:
+    """Put the table of all rows between the marks of docs/cost-model.md."""
+    text = DOCS.read_text()
+    head, tail = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    DOCS.write_text(f"{head}\n{table(constants())}{tail}")
+    print(summary(constants()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write configs/hardware/fitted.yaml")
-    write = parser.parse_args().write
+    parser.add_argument(
+        "--table", action="store_true", help="only write the table of docs/cost-model.md anew"
+    )
+    args = parser.parse_args()
+    if args.table:
+        write_table()
+        return
     known = fit(calibrate(constants()))
     for name, error in zip(known.fitted.rows, errors(known), strict=True):
         print(f"{name:22} {np.expm1(error):+.1%}")
@@ -90,7 +108,7 @@ def main() -> None:
         value = f"{getattr(known.fitted, name) * unit:.3f}"
         print(f"{key:22} {value}")
         text = re.sub(rf"(?m)^(  {key}: )[\d.]+", rf"\g<1>{value}", text)
-    if write:
+    if args.write:
         path.write_text(text)
 
 

@@ -88,10 +88,10 @@ class LayerKernels:
         else:
             flops = 4.0 * self.heads * a.head_dim
             entry = 2.0 * max(1, a.num_kv_heads // self.slice_of) * a.head_dim
-        rate = self.rates.peak(self.precision.attention) * k.decode_compute_share
-        one = self.rates.roofline(
-            flops * queries / rate, entry * size / (self.rates.bandwidth * k.decode_memory_share), 0.0
-        )
+        # The shares are those of whole kernels inside a step: what both limits cost together is in them.
+        compute = flops * queries / (self.rates.peak(self.precision.attention) * k.decode_compute_share)
+        memory = entry * size / (self.rates.bandwidth * k.decode_memory_share)
+        one = Work(compute, 0.0, 0.0) if compute > memory else Work(0.0, memory, 0.0)
         return one.times(context)
 
     def prefill_core(self, pairs: Number, rows: Number) -> Work:
