@@ -15,6 +15,9 @@ from moe_runtime.errors import RequestRefused, UnavailableError
 from moe_runtime.scheduler.sampling import Constraint
 from moe_runtime.spec.requests import Structure
 
+ANY_OBJECT = '{"type": "object"}'
+MAX_WHITESPACE = 32  # in a row: enough to indent, and a model that likes blanks still comes to an end
+
 
 class TokenConstraint:
     """The state of one sequence's output within its grammar."""
@@ -75,10 +78,11 @@ class Structures:
             )
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1)
         try:
-            if structure.kind == "json":
-                grammar = self._compiler.compile_builtin_json_grammar()
-            else:
-                grammar = self._compiler.compile_json_schema(structure.schema)
+            grammar = self._compiler.compile_json_schema(
+                ANY_OBJECT if structure.kind == "json" else structure.schema,
+                strict_mode=structure.kind != "json",
+                max_whitespace_cnt=MAX_WHITESPACE,
+            )
         except RuntimeError as error:  # the library raises no narrower class
             reason = str(error).rpartition("] ")[2].rpartition(": ")[2].strip()
             raise RequestRefused(f"response_format: the schema cannot be used: {reason}") from None

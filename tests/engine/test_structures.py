@@ -7,7 +7,7 @@ import pytest
 
 from moe_runtime.checkpoint.make import make_checkpoint
 from moe_runtime.checkpoint.tokenizer import Tokenizer
-from moe_runtime.engine.structures import Structures
+from moe_runtime.engine.structures import MAX_WHITESPACE, Structures
 from moe_runtime.errors import RequestRefused
 from moe_runtime.spec.requests import Structure
 
@@ -76,6 +76,17 @@ def test_free_json_starts_like_json(tiny, structures):
     assert any(a.startswith("{") for a in allowed)
     assert not any(a.startswith("}") for a in allowed)
     assert not bits[EOS]
+
+
+def test_blanks_come_to_an_end(tiny, structures):
+    tokenizer = Tokenizer(tiny[0])
+    constraint = structures.start(Structure(kind="json")).result(60)
+    [brace], [blank] = tokenizer.encode("{"), tokenizer.encode(" ")
+    constraint.accept(brace)
+    for _ in range(MAX_WHITESPACE):
+        constraint.accept(blank)
+    bits = np.unpackbits(constraint.mask().view(np.uint8), bitorder="little")
+    assert not bits[blank]
 
 
 def test_after_the_end_everything_is_allowed(tiny, structures):
