@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,8 +100,9 @@ FASTER = ("memory_bandwidth", "scaleup_bandwidth", "rdma_bandwidth", "flops")
 def test_faster_hardware_is_never_slower(what, shape):
     machine = KNOWN.machines["h100-sxm"]
     value = getattr(machine.hardware, what)
-    faster = {k: v * 1.5 for k, v in value.items()} if what == "flops" else value * 1.5
-    hardware = replace(machine.hardware, **{what: faster})
+    faster: Any = {k: v * 1.5 for k, v in value.items()} if what == "flops" else value * 1.5
+    change: dict[str, Any] = {what: faster}
+    hardware = replace(machine.hardware, **change)
     known = replace(KNOWN, machines=MappingProxyType({"h100-sxm": replace(machine, hardware=hardware)}))
     model = CostModel(
         DEEPSEEK_V3, Setting(machine="h100-sxm", ranks=RANKS, slots_per_rank=16), BALANCE, known=known
@@ -158,7 +160,7 @@ def test_tensor_parallel_attention_shares_heads_and_pays_for_it():
     pair = CostModel(DEEPSEEK_V3, setting, BALANCE).step(decode_step(8, 64, 8000))
     alone = MODELS["deepseek-v3", "h100-sxm"].step(decode_step(16, 32, 8000))
     assert pair.parts["collective"] > 0 == alone.parts["collective"]
-    # Latents are not sliced by heads: twice the sequences at half the heads is the same arithmetic, twice the bytes.
+    # Heads are sliced, latents are not: the same arithmetic, twice the bytes.
     assert alone.parts["attention"] < pair.parts["attention"] < 2 * alone.parts["attention"]
     gqa = Setting(machine="h100-sxm", ranks=16, slots_per_rank=8, tensor_parallel=4)
     sliced = CostModel(QWEN3_235B, gqa, BALANCE).step(decode_step(4, 128, 8000))
