@@ -72,3 +72,12 @@ def test_only_real_tokens_count_and_go_anywhere(mode, choose):
     assert torch.equal(load, torch.arange(EXPERTS) + counts)
     choose(ids, *csr, 7, real_tokens=real, load_E=load, **where)
     assert torch.equal(load, torch.arange(EXPERTS) + 2 * counts)
+
+
+@pytest.mark.parametrize("choose", CHOOSERS.values(), ids=CHOOSERS)
+def test_a_share_begins_with_its_first_point(choose):
+    """One pair alone has point 32768, and an offset moves it: the start itself is the later replica's."""
+    start, slots = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([5, 7], dtype=torch.int32)
+    half = torch.tensor([0, 32_768], dtype=torch.uint16)
+    for offset, slot in ((0, 7), (65_535, 5), (32_767, 7), (32_768, 5)):
+        assert choose(torch.zeros(1, 1, dtype=torch.int64), start, slots, half, offset).item() == slot

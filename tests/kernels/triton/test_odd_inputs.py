@@ -13,6 +13,7 @@ from moe_runtime.kernels.errors import KernelError
 from moe_runtime.kernels.grouped_gemm import formats
 from moe_runtime.kernels.grouped_gemm.reference import grouped_gemm as product_reference
 from moe_runtime.kernels.kv_write.reference import kv_write as write_reference
+from moe_runtime.kernels.permute.reference import permute as permute_reference
 from moe_runtime.kernels.permute.reference import unpermute as unpermute_reference
 from moe_runtime.kernels.quantize_fp8_block.reference import quantize_fp8_block as quantize_reference
 from moe_runtime.kernels.rms_norm.reference import rms_norm as norm_reference
@@ -27,6 +28,7 @@ decode = interpreted("gqa_decode").gqa_decode
 product = interpreted("grouped_gemm").grouped_gemm
 kv_write = interpreted("kv_write").kv_write
 plans = interpreted("paged")
+permute = interpreted("permute").permute
 unpermute = interpreted("permute").unpermute
 quantize = interpreted("quantize_fp8_block").quantize_fp8_block
 rms_norm = interpreted("rms_norm").rms_norm
@@ -101,6 +103,16 @@ def test_groups_past_the_rows_write_to_nobody(starts, zero_gaps, monkeypatch):
     owned = slice(0, 8 if starts[1] > 16 and not zero_gaps else 16)
     assert relative_error(got[owned], want[owned]) <= 1e-6
     assert (memory[16:] == 7.0).all()
+
+
+def test_a_capacity_that_does_not_suffice():
+    """What has no room is dropped, and its place says so."""
+    x, ids = normal(4, 16), torch.tensor([[0, 1]] * 4)
+    got_x, rows, starts, counts = permute(x, ids, 2, capacity=5)
+    want_x, want_rows, *want = permute_reference(x, ids, 2)
+    assert torch.equal(got_x, want_x[:5])
+    assert torch.equal(rows, want_rows.masked_fill(want_rows >= 5, -1))
+    assert torch.equal(torch.stack((starts, counts)), torch.stack(want))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
