@@ -69,10 +69,11 @@ class Driven:
     finished: dict[int, str] = field(default_factory=dict)
     decisions: list[StepDecision] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
 
     def submit(self, number: int, prompt: list[int], max_tokens: int) -> None:
         """LOCAL: a request for this rank, greedy."""
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=0)
         request = Request(id=number, prompt=prompt, sampling=sampling)
         self._outbox.send(self._address, Submit(request=request, handoff=False))
 
@@ -87,6 +88,8 @@ class Driven:
                 case StepTokens(tokens=tokens):
                     for token in tokens:
                         self.tokens.setdefault(token.request, []).append(token.token)
+                        if token.logprobs is not None:
+                            self.logprobs.setdefault(token.request, []).append(token.logprobs.chosen)
                         if token.finish_reason is not None:
                             self.finished[token.request] = token.finish_reason
                 case Refused(request=request, reason=reason):
@@ -159,6 +162,7 @@ class Done:
     tokens: dict[int, list[int]]
     refused: dict[int, str]
     decisions: list[StepDecision]
+    logprobs: dict[int, list[float]]
 
 
 @torch.inference_mode()
@@ -171,7 +175,7 @@ def run_requests(
     """
     engine = driven.engine
     engine.limits = replace(engine.limits, micro_batches=micro_batches)
-    driven.tokens, driven.finished, driven.refused = {}, {}, {}
+    driven.tokens, driven.finished, driven.refused, driven.logprobs = {}, {}, {}, {}
     before = len(driven.decisions)
     for number, (prompt, max_tokens) in enumerate(requests):
         driven.submit(number, prompt, max_tokens)
@@ -183,4 +187,4 @@ def run_requests(
     while len(driven.finished) + len(driven.refused) < len(requests):
         driven.collect()
     decisions = [d for d in driven.decisions[before:] if d.kind is StepKind.FORWARD]
-    return Done(driven.tokens, driven.refused, decisions)
+    return Done(driven.tokens, driven.refused, decisions, driven.logprobs)

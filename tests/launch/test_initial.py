@@ -65,7 +65,7 @@ def test_shared_experts_in_slots_get_every_token(tmp_path):
 @pytest.mark.parametrize(
     ("name", "array", "layers", "words"),
     [
-        ("f.npz", np.ones((LAYERS + 1, EXPERTS)), None, "the model has"),
+        ("f.npz", np.ones((LAYERS, EXPERTS + 1)), None, "the model has"),
         ("f.npz", np.ones((LAYERS, EXPERTS)), [0] * LAYERS, "loads of layers"),
         ("f.npz", np.full((LAYERS, EXPERTS), np.nan), None, "f.npz"),
         ("missing.npz", None, None, "cannot be read"),
@@ -74,8 +74,8 @@ def test_shared_experts_in_slots_get_every_token(tmp_path):
 )
 def test_files_that_do_not_fit(tmp_path, name, array, layers, words):
     if array is not None:
-        more = {} if layers is None else {"layers": np.array(layers)}
-        np.savez(tmp_path / name, load=array, **more)
+        numbers = np.array(MODEL.moe_layers if layers is None else layers)
+        np.savez(tmp_path / name, load=array, layers=numbers)
     with pytest.raises(PlanError, match=words) as caught:
         start(tmp_path, name)
     assert caught.value.key == "deployments.decode.balancing.initial"

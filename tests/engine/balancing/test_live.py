@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from moe_runtime.checkpoint.make import make_checkpoint
+from moe_runtime.engine.collectives import Collective
 from tests.end_to_end.commands import write_plan
 from tests.engine.balancing.live import Forced, checksums, prompts
 from tests.engine.instance import never_park, run_requests, start
@@ -14,14 +15,24 @@ from tests.expert_parallel.world import Rank, run_world
 
 pytestmark = pytest.mark.multiproc
 TOKENS = 64
+FULL = pytest.mark.soak
 
 
-def make_plan(folder: Path, family: str, ranks: int, **more: object) -> Path:
+SURE = {"deterministic": True}
+IN_SLOTS = {"shared_experts": "slots", "dispatch": {"mode": "low_latency"}}
+
+
+def make_plan(folder: Path, family: str, ranks: int, *, pipeline: int = 0, **more: object) -> Path:
     make_checkpoint(folder / family, family=family, size="tiny")
     unified = {
         "expert_parallel": ranks,
         "redundant_experts": 4,
-        "scheduler": {"max_batch_tokens": 64, "chunk_tokens": 12, "max_sequences": 8},
+        "scheduler": {
+            "max_batch_tokens": 64,
+            "chunk_tokens": 12,
+            "max_sequences": 8,
+            "pipeline_depth": pipeline,
+        },
         "kv_cache": {"blocks": 128, "prefix_cache": False},
         "balancing": {"enabled": True, "interval_tokens": 1 << 40},
         **more,
@@ -32,59 +43,68 @@ def make_plan(folder: Path, family: str, ranks: int, **more: object) -> Path:
 class Result(NamedTuple):
     still: dict[int, list]
     moving: list[dict[int, list]]
+    same_logprobs: bool
     begun: int
     epochs: int
     steps: int
     wrong: list[str]
     aborted: int
+    collectives: list[Collective]
 
 
 @torch.inference_mode()
-def generate(rank: Rank, plan: Path, count: int) -> Result:
+def generate(rank: Rank, plan: Path, count: int, tokens: int) -> Result:
     """This rank's prompts with experts at rest, then with experts moving: whole steps, and split ones."""
     driven = start(rank, plan)
     never_park(driven)
     driven.engine.warm_up()
     forced = Forced(driven, checksums(driven))
     forced.install()
-    requests = [(p, TOKENS) for p in prompts(rank.rank, count, range(8, 500))]
-    still = run_requests(driven, requests).tokens
+    requests = [(p, tokens) for p in prompts(rank.rank, count, range(8, 500))]
+    still = run_requests(driven, requests)
     forced.on, first = True, driven.engine.step_number
-    moving = [run_requests(driven, requests, micro_batches=n).tokens for n in (1, 2)]
+    moving = [run_requests(driven, requests, micro_batches=n) for n in (1, 2)]
     balancing = driven.engine.balancing
     assert balancing is not None
     result = Result(
-        still,
-        moving,
+        still.tokens,
+        [done.tokens for done in moving],
+        all(done.logprobs == still.logprobs for done in moving),
         forced.begun,
         balancing.epoch,
         driven.engine.step_number - first,
         forced.wrong,
         balancing.mover.aborted,
+        driven.collectives,
     )
     driven.close()
     return result
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "more"),
+    ("family", "ranks", "more", "count", "tokens"),
     [
-        ("deepseek_v3", 4, {}),
-        ("qwen3_moe", 2, {"deterministic": True}),
-        ("deepseek_v3", 2, {"shared_experts": "slots", "dispatch": {"mode": "low_latency"}}),
+        pytest.param("deepseek_v3", 4, {}, 16, TOKENS, id="4 ranks"),
+        pytest.param("qwen3_moe", 2, SURE, 6, 24, id="2 ranks, deterministic, few"),
+        pytest.param("qwen3_moe", 2, SURE, 16, TOKENS, id="2 ranks, deterministic", marks=FULL),
+        pytest.param("deepseek_v3", 2, IN_SLOTS, 6, 24, id="2 ranks, shared experts in slots, few"),
+        pytest.param("deepseek_v3", 2, IN_SLOTS, 16, TOKENS, id="2 ranks, shared in slots", marks=FULL),
+        pytest.param("deepseek_v3", 4, {"pipeline": 1}, 16, TOKENS, id="4 ranks, depth 1", marks=FULL),
     ],
-    ids=["4 ranks", "2 ranks, deterministic", "2 ranks, shared experts in slots, low latency"],
 )
-def test_no_token_changes(tmp_path, family, ranks, more):
-    """16 prompts, 64 greedy tokens each; prompts are chunked, and all prefill beside decode."""
+def test_no_token_changes(tmp_path, family, ranks, more, count, tokens):
+    """Greedy tokens; prompts are chunked, and some prefill while others decode. `deterministic`: bit for bit,
+    as the logprobs of all tokens are compared too."""
     plan = make_plan(tmp_path, family, ranks, **more)
-    results = run_world(tmp_path / "world", ranks, generate, plan, 16 // ranks)
+    results = run_world(tmp_path / "world", ranks, generate, plan, count // ranks, tokens)
     for rank, result in enumerate(results):
         assert result.wrong == []
-        assert {len(t) for t in result.still.values()} == {TOKENS}
+        assert result.collectives == results[0].collectives
+        assert {len(t) for t in result.still.values()} == {tokens}
         for moving in result.moving:
             assert moving == result.still, rank
+        assert result.same_logprobs or not more.get("deterministic")
         assert result.aborted == 0
         # Every other step or so commits a layer: one begins it, the next ones stage it.
         assert result.epochs >= result.steps / 8, result
-    assert results[0].begun > 6
+    assert results[0].begun >= 6

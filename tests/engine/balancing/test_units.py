@@ -1,7 +1,5 @@
 """Placements in stages: each is whole, the last one is the target, and moves read what is still there."""
 
-import os
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -66,13 +64,15 @@ def apply(
 @pytest.mark.parametrize(
     ("nodes", "ranks", "experts", "per_rank"), [(4, 8, 256, 9), (18, 8, 256, 2)], ids=["32", "144"]
 )
-def test_random_pairs_end_at_the_target(nodes, ranks, experts, per_rank):
-    """MOE_RUNTIME_PLACEMENT_PAIRS=5000 for the long run."""
+@pytest.mark.parametrize(
+    "pairs", [5, pytest.param(2500, marks=[pytest.mark.soak, pytest.mark.timeout(3600)])]
+)
+def test_random_pairs_end_at_the_target(nodes, ranks, experts, per_rank, pairs):
     topology = Topology(nodes=nodes, ranks_per_node=ranks)
     rng = np.random.default_rng(nodes)
     current = random_placement(rng, topology, experts, per_rank)
     slots_LS = current.slot_to_expert_LS.astype(np.int64)
-    for pair in range(int(os.environ.get("MOE_RUNTIME_PLACEMENT_PAIRS", "12"))):
+    for pair in range(pairs):
         target = random_placement(rng, topology, experts, per_rank)
         reached = apply(slots_LS, current, target, topology)
         assert (reached.slot_to_expert_LS == target.slot_to_expert_LS).all(), pair

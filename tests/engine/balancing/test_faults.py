@@ -1,0 +1,156 @@
+"""Faults while two real ranks serve: a copy that dies, one that hangs, a solver that stops.
+
+Every time serving goes on with the old placement, tokens stay, somebody says so, and the next attempt works.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.engine.balancing.wire import BalancingStatus
+from tests.engine.balancing.live import Forced, balancing_of, checksums, moves, prompts, rearranged
+from tests.engine.balancing.test_live import make_plan
+from tests.engine.instance import Driven, Files, never_park, run_requests, start
+from tests.expert_parallel.world import Rank, run_world
+
+pytestmark = pytest.mark.multiproc
+TIMEOUT, TOKENS, INTERVAL = 1.5, 24, 64
+
+
+class Found(NamedTuple):
+    tokens: list[dict[int, list]]
+    wrong: list[str]
+    statuses: list[BalancingStatus]
+    addresses: list[list[int]]
+
+
+def status(driven: Driven) -> BalancingStatus:
+    return balancing_of(driven).status(time.monotonic())
+
+
+@torch.inference_mode()
+def settle(driven: Driven, name: str, seconds: float = 20.0) -> None:
+    """COLLECTIVE: step until no rank has anything to move, all ranks equally often."""
+    files, deadline = Files(driven.rank, name), time.monotonic() + seconds
+    for turn in range(10_000):
+        for _ in range(20):
+            driven.engine.desk.receive()
+            driven.engine.step()
+        at_rest = not balancing_of(driven).busy and balancing_of(driven).mover.courier.idle
+        if set(files.gather(f"rest{turn}", str(at_rest))) == {"True"}:
+            return
+        assert time.monotonic() < deadline, f"{name}: experts are still on the move"
+
+
+def until(driven: Driven, condition: Callable[[], bool]) -> None:
+    """LOCAL: wait for the solver."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, status(driven)
+        driven.engine.desk.receive()
+        time.sleep(0.01)
+
+
+def rebalance(driven: Driven, seed: int) -> None:
+    """Rank 0 sends all to a random placement; the others hear of it."""
+    controller = balancing_of(driven).controller
+    if controller is not None:
+        current = balancing_of(driven).mover.placement
+        target = rearranged(current, "permute", np.random.default_rng(seed))
+        controller.move_to(target, moves(current, target), time.monotonic())
+
+
+def addresses(driven: Driven) -> list[int]:
+    """Of all that a rebalance writes to."""
+    mover = balancing_of(driven).mover
+    tables = (mover.table.replica_start, mover.table.replica_slots, mover.table.cumulative)
+    tensors = [view.ctypes.data for layer in mover.registry.tensors for _, view in layer]
+    return [*tensors, *(t.data_ptr() for t in tables), *(s.marks.ctypes.data for s in mover.staging)]
+
+
+@torch.inference_mode()
+def serve_with_faults(rank: Rank, plan: Path) -> Found:
+    driven = start(rank, plan)
+    never_park(driven)
+    driven.engine.warm_up()
+    forced = Forced(driven, checksums(driven))
+    forced.install()
+    requests = [(p, TOKENS) for p in prompts(rank.rank, 3, range(8, 500))]
+    balancing, faulty = balancing_of(driven), rank.rank == 1
+    courier, begin = balancing.mover.courier, addresses(driven)
+    tokens, statuses = [run_requests(driven, requests).tokens], []
+
+    def serve(name: str, seed: int) -> None:
+        rebalance(driven, seed)
+        tokens.append(run_requests(driven, requests).tokens)
+        settle(driven, name)
+        statuses.append(status(driven))
+
+    copied: list[int] = []
+
+    def dies(target: Any, source: Any) -> None:
+        copied.append(len(source))
+        if len(copied) == 3:  # in the middle of a layer
+            raise ConnectionError("the link is gone")
+        np.copyto(target, source)
+
+    def hangs(target: Any, source: Any) -> None:
+        time.sleep(1.5 * TIMEOUT)
+        np.copyto(target, source)
+
+    if faulty:
+        courier.copy = dies
+    serve("dies", 1)
+    if faulty:
+        courier.copy = hangs
+    serve("hangs", 2)
+    courier.copy = np.copyto
+    serve("works", 3)
+    if balancing.solver is not None:
+        assert balancing.solver._process is not None
+        os.kill(balancing.solver._process.pid, signal.SIGSTOP)
+    balancing.meter._interval = INTERVAL
+    tokens.append(run_requests(driven, requests).tokens)
+    statuses.append(status(driven))
+    if balancing.controller is not None:
+        assert balancing.solver is not None
+        assert balancing.solver._process is not None
+        os.kill(balancing.solver._process.pid, signal.SIGCONT)
+        until(driven, lambda: not status(driven).stalled)
+        if not balancing.busy:
+            balancing.controller.force()
+            until(driven, lambda: balancing.busy)
+    Files(rank, "continued").gather("all", "")
+    settle(driven, "continued")
+    tokens.append(run_requests(driven, requests).tokens)
+    settle(driven, "end")
+    statuses.append(status(driven))
+    driven.close()
+    return Found(tokens, forced.wrong, statuses, [begin, addresses(driven)])
+
+
+def test_serving_goes_on_and_the_next_rebalance_works(tmp_path):
+    balancing = {"enabled": True, "interval_tokens": 1 << 40, "timeout_s": TIMEOUT}
+    plan = make_plan(tmp_path, "qwen3_moe", 2, balancing=balancing)
+    results = run_world(tmp_path / "world", 2, serve_with_faults, plan)
+    for found in results:
+        assert found.wrong == []
+        for tokens in found.tokens[1:]:
+            assert tokens == found.tokens[0]
+        dies, hangs, works, stopped, end = found.statuses
+        assert (dies.epoch, dies.aborted) == (0, 1)
+        assert (hangs.epoch, hangs.aborted) == (0, 2)
+        assert (works.epoch, works.aborted) == (3, 2)  # all layers of the model
+        assert stopped.epoch == works.epoch
+        assert end.aborted == 2
+        assert found.addresses[0] == found.addresses[1]  # nothing was allocated anew
+    assert [found.statuses[3].stalled for found in results] == [True, False]
+    assert not results[0].statuses[4].stalled
+    assert results[0].statuses[4].epoch > results[0].statuses[3].epoch  # the solver's own target
