@@ -278,8 +278,8 @@ def measure_capacity(bench: Bench, server: Server) -> float:
     )
     rate = best = sum(map(finished, records)) / taken
     saturated = 0
-    for number in range(8):
-        rate *= 1 if saturated else 2
+    rate *= 2
+    for number in range(10):
         arrivals = bench.arrivals(rate, bench.seconds)
         fresh = [replace(a, prompt=[20 + number, *a.prompt[1:]]) for a in arrivals]
         records = replay(server, fresh, bench.checkpoint.name)
@@ -293,7 +293,10 @@ def measure_capacity(bench: Bench, server: Server) -> float:
             requests_per_second=round(capacity, 3),
             refused=refused,
         )
-        saturated += refused > SHED * len(records)
+        if refused > SHED * len(records):
+            saturated += 1
+        else:
+            rate *= 2
         if saturated == SATURATED_PASSES:
             break
     return best
