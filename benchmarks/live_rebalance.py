@@ -127,7 +127,7 @@ def work(rank: Rank, plan: Path, load: Load, steps: int, mode: str) -> Trace:
     while len(seconds) < steps + WARM_STEPS:
         step = driven.engine.step_number
         if mode == "frozen" and step >= load.steps:
-            balancing.meter._interval = NEVER
+            balancing.meter.interval_tokens = NEVER
         if mode == "pause":
             forced.on = step // PAUSE_STEPS % 2 == 1
             forced.next_target()
@@ -270,7 +270,7 @@ def pause(folder: Path, options: argparse.Namespace, load: Load) -> None:
 
 
 def say(line: dict[str, Any]) -> None:
-    print(json.dumps(line), flush=True)
+    print(json.dumps(line, default=lambda number: number.item()), flush=True)
 
 
 def plot(path: Path, runs: dict[str, list[Trace]], load: Load) -> None:

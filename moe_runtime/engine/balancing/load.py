@@ -50,10 +50,10 @@ class ExpertLoad:
 
 
 class WindowMeter:
-    """Cuts one rank's counts into windows."""
+    """Cuts one rank's counts into windows. `interval_tokens` may change between steps, on all ranks alike."""
 
     def __init__(self, load: ExpertLoad, *, rank: int, interval_tokens: int) -> None:
-        self._load, self._rank, self._interval = load, rank, interval_tokens
+        self._load, self._rank, self.interval_tokens = load, rank, interval_tokens
         self._window = self._tokens = 0
         self._seconds = 0.0
         self._received: list[NDArray[np.int64]] = []
@@ -67,7 +67,7 @@ class WindowMeter:
         self._seconds += expert_seconds
         if len(self._received) < MAX_STEPS:
             self._received.append(received_L)
-        if self._tokens < self._interval:
+        if self._tokens < self.interval_tokens:
             return None
         now_LE = self._load.pairs_LE
         loads = WindowLoads(

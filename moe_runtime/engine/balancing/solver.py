@@ -6,6 +6,7 @@ load window, and answers each question, a window of counts, with a decision. Fra
 """
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -236,11 +237,15 @@ def _answer(decision: Decision) -> Answer:
 def main() -> None:
     """Answer questions from the standard input until it ends."""
     os.nice(NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with its rank
     thinker = Thinker()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
     while (frame := _read(stdin)) is not None:
         question = msgspec.msgpack.decode(frame, type=Question)
-        _write(stdout, msgspec.msgpack.encode(thinker.think(question)))
+        try:
+            _write(stdout, msgspec.msgpack.encode(thinker.think(question)))
+        except BrokenPipeError:  # the rank is gone
+            os._exit(0)
 
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def serve_with_faults(rank: Rank, plan: Path) -> Found:
     if balancing.solver is not None:
         assert balancing.solver._process is not None
         os.kill(balancing.solver._process.pid, signal.SIGSTOP)
-    balancing.meter._interval = INTERVAL
+    balancing.meter.interval_tokens = INTERVAL
     tokens.append(run_requests(driven, requests).tokens)
     statuses.append(status(driven))
     if balancing.controller is not None:
