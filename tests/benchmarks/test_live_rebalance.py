@@ -1,0 +1,67 @@
+"""benchmarks/live_rebalance.py: loads as skewed as the file's, and figures that follow from the rows."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "live_rebalance.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("live_rebalance", SCRIPT)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules["live_rebalance"] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def loads(tmp_path: Path) -> Path:
+    """Of 4 layers and 64 experts, the hottest 40 times the mean of the others."""
+    rows = np.ones((4, 64))
+    rows[:, 9] = 40.0
+    np.savetxt(tmp_path / "loads.csv", rows, delimiter=",", header="shares")
+    return tmp_path / "loads.csv"
+
+
+def test_topics_shuffle_the_same_skew(benchmark, loads):
+    shares_PLE = benchmark.folded(loads, 16, 3, 2)
+    assert shares_PLE.shape == (2, 3, 16)
+    assert np.allclose(shares_PLE.sum(axis=2), 1)
+    assert np.allclose(shares_PLE.max(axis=2), 40 / 55)
+    assert (shares_PLE[0].argmax(axis=1) != shares_PLE[1].argmax(axis=1)).any()
+
+
+@pytest.mark.multiproc
+def test_it_runs(loads):
+    options = {
+        "ranks": 2,
+        "only": "pause",
+        "steps": 8,
+        "sequences": 4,
+        "row-us": 1,
+        "topics": 1,
+        "loads": loads,
+    }
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    row = json.loads(done.stdout.splitlines()[-1])
+    assert row["check"].startswith("p99 ITL")
+    assert sum(row["steps"]) == 24
+    assert row["with_ms"] > 0
