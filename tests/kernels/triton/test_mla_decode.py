@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from moe_runtime.kernels.kv_write.reference import kv_write
+from moe_runtime.kernels.paged import latent
 from tests.kernels.interpreter import interpreted
 from tests.kernels.triton.cases import ROWS, normal, poisoned, relative_error
 from tests.kernels.triton.paged import BLOCKS, Paged, dense, paged
@@ -85,3 +87,22 @@ def test_no_rows():
     cache = paged((16,), RANK + ROPE, 16, torch.float32)
     q_DAQ, kv_b = queries(1, 4, torch.float32)
     assert decode(cache, q_DAQ, kv_b, []).shape == (0, 4 * V)
+
+
+def test_every_group_of_a_packed_latent_has_its_scale():
+    """Against the same values in a plain cache, which holds them exactly; groups 64 times apart."""
+    rank, tokens = 512, 20
+    sizes = 4.0 ** torch.tensor([0, -3, 3, -1]).repeat_interleave(128)
+    entries = normal(tokens, rank + ROPE, seed=3) * torch.cat((sizes, torch.ones(ROPE))) / 64
+    packed = torch.full((2, 16, latent.row_bytes(rank, ROPE)), 255, dtype=torch.uint8)
+    kv_write(packed, torch.arange(tokens), entries)
+    plain = latent.unpack(packed.flatten(0, 1), rank).view(2, 16, -1)
+    plan = plans.plan_decode(
+        torch.tensor([[0, 1]]), torch.tensor([tokens]), max_context=tokens, block_tokens=16
+    )
+    kv_b = normal(NOPE + V, rank, seed=2) / rank**0.5
+    outputs = []
+    for cache in (packed, plain):
+        outputs.append(torch.full((1, V), torch.nan))
+        mla_decode.mla_decode(normal(1, 1, NOPE + ROPE), cache, plan, kv_b, SCALE, out_DX=outputs[-1])
+    assert relative_error(*outputs) <= 1e-6
