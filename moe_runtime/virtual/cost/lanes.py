@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 FIRST, SECOND, SHARED, EXPERTS, FINISH = range(5)
-WARM = 3  # layers after which the pattern repeats
+WARM = 2  # layers after which the pattern repeats
 
 Order = Sequence[tuple[Literal[0, 1], int]]  # (micro-batch, stage) of one layer, in order of issue
 
@@ -60,26 +60,29 @@ def plain(stages: Stages) -> Layer:
 
 def overlapped(stages: Stages, order: Order) -> Layer:
     """Two micro-batches of equal stages; the mean of layers once the pattern repeats."""
+    durations = [(batch, stage, stages[stage]) for batch, stage in order]
+    out, back = stages.dispatch, stages.combine
     compute = transfer = dispatch = combine = 0.0
     arrived = [0.0, 0.0]
     mark = (0.0, 0.0, 0.0)
     for layer in range(2 * WARM):
         if layer == WARM:
             mark = (compute, dispatch, combine)
-        for batch, stage in order:
-            if stage == EXPERTS:
-                wait = max(0.0, arrived[batch] - compute)
-                dispatch += wait
-                compute += wait + stages[stage]
-                transfer = max(transfer, compute) + stages.combine
+        for batch, stage, seconds in durations:
+            if stage >= EXPERTS and arrived[batch] > compute:
+                if stage == EXPERTS:
+                    dispatch += arrived[batch] - compute
+                else:
+                    combine += arrived[batch] - compute
+                compute = arrived[batch]
+            compute += seconds
+            if stage in (SECOND, EXPERTS):
+                if compute > transfer:
+                    transfer = compute
+                transfer += out if stage == SECOND else back
                 arrived[batch] = transfer
-            elif stage == FINISH:
-                wait = max(0.0, arrived[batch] - compute)
-                combine += wait
-                compute += wait + stages[stage]
-            else:
-                compute += stages[stage]
-                if stage == SECOND:
-                    transfer = max(transfer, compute) + stages.dispatch
-                    arrived[batch] = transfer
-    return Layer((compute - mark[0]) / WARM, (dispatch - mark[1]) / WARM, (combine - mark[2]) / WARM)
+    return Layer(
+        (compute - mark[0]) / WARM,
+        (dispatch - mark[1]) / WARM,
+        (combine - mark[2]) / WARM,
+    )

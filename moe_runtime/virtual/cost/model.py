@@ -118,10 +118,9 @@ class CostModel:
         if found is None:
             if len(self._kept) >= KEPT:
                 self._kept.clear()
-            found = self._kept[key] = tuple(
-                self._loads.of(tables.kernels, mode, split == 2, batch.total, batch.most, spread)
-                for spread in self.balance.spreads(batch.total)
-            )
+            spreads = self.balance.spreads(batch.total)
+            rows = (batch.total, batch.most)
+            found = self._kept[key] = self._loads.of(tables.kernels, mode, split == 2, rows, spreads)
         return found
 
     def _reduces(self, batch: Batch) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from moe_runtime.spec.limits import DispatchMode
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cost.deployment import Setting
-from moe_runtime.virtual.cost.links import EVEN, Links, Spread
+from moe_runtime.virtual.cost.links import Links, Spread
 from moe_runtime.virtual.cost.rows import LayerKernels
 from moe_runtime.virtual.cost.work import Work
 
@@ -42,25 +42,31 @@ class Loads(NamedTuple):
         kernels: LayerKernels,
         mode: DispatchMode,
         background: bool,
-        total: float,
-        most: int,
-        spread: Spread,
-    ) -> Load:
-        """`total` rows of all ranks, `most` of the busiest; `background`: transfers run beside compute."""
+        rows: tuple[float, int],
+        spreads: tuple[Spread, ...],
+    ) -> tuple[Load, ...]:
+        """`rows`: of all ranks, and of the busiest; `background`: transfers run beside compute."""
         setting, k = self.setting, self.model.moe.slots_per_token
         whole = setting.experts == "tensor_parallel"
-        mean = total if whole else total / setting.ranks
+        mean = rows[0] if whole else rows[0] / setting.ranks
         slots = float(self.model.moe.slot_experts if whole else setting.slots_per_rank)
         masked = mode == "low_latency"
         even = self._experts(kernels, mean * k, slots, masked)
-        hot = even if spread.rows == 1 else self._experts(kernels, mean * k * spread.rows, slots, masked)
         sending = receiving = Work()
-        busiest = most / setting.tensor_parallel
+        busiest = rows[1] / setting.tensor_parallel
         if masked and background and not whole and setting.ranks > 1:
             sending, receiving = kernels.copies(busiest * k, mean * k)
-        real = [self.links.transfer(mode, d, busiest, mean, spread) for d in (0, 1)]
-        same = [self.links.transfer(mode, d, mean, mean, EVEN) for d in (0, 1)]
-        return Load(even, float(hot.seconds), sending, receiving, (real[0], real[1]), (same[0], same[1]))
+        transfer = self.links.transfer
+        same = (transfer(mode, 0, mean, mean), transfer(mode, 1, mean, mean))
+        loads = []
+        for spread in spreads:
+            hot = even if spread.rows == 1 else self._experts(kernels, mean * k * spread.rows, slots, masked)
+            real = (
+                transfer(mode, 0, busiest, mean, spread),
+                transfer(mode, 1, busiest, mean, spread),
+            )
+            loads.append(Load(even, float(hot.seconds), sending, receiving, real, same))
+        return tuple(loads)
 
     @staticmethod
     def _experts(kernels: LayerKernels, rows: float, slots: float, masked: bool) -> Work:
