@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.placement.placement import Placement
-from moe_runtime.virtual.cost.links import EVEN, Spread
+from moe_runtime.virtual.cost.links import Spread
 
 BINS = 3  # equal parts of layers and steps, from even to uneven
 DRAWS = 8
@@ -59,7 +59,6 @@ class Balance:
 
 _ONE = np.ones((1, 1))
 EVEN_BALANCE = Balance(np.ones(1), _ONE, _ONE, _ONE)
-__all__ = ["EVEN", "EVEN_BALANCE", "Balance", "Spread", "draw_balance"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
