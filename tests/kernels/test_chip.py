@@ -1,6 +1,7 @@
 """chip_of against device properties as torch reports them for either maker, without a device."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ def target(monkeypatch, *, name: str, major: int, arch: str, hip: str | None):
     monkeypatch.setattr(torch.version, "hip", hip)
     chip._chip.cache_clear()
     try:
-        return chip.chip_of(SimpleNamespace(device=torch.device("cuda", 0))).target
+        x: Any = SimpleNamespace(device=torch.device("cuda", 0))
+        return chip.chip_of(x).target
     finally:
         chip._chip.cache_clear()
 

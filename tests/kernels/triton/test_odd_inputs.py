@@ -4,6 +4,7 @@ Every one of them once gave wrong results, or memory of others was written, or b
 """
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -36,8 +37,8 @@ route = interpreted("route").route
 silu_mul = interpreted("silu_mul").silu_mul
 silu_mul_quantize = interpreted("silu_mul_quantize").silu_mul_quantize
 
-ROUTER = {"scoring": "sigmoid", "num_groups": 1, "kept_groups": 1, "masked_group_score": -math.inf}
-ROUTER |= {"normalize": True, "epsilon": 1e-20, "scale": 2.5, "top_k": 3}
+ROUTER: dict[str, Any] = {"scoring": "sigmoid", "num_groups": 1, "kept_groups": 1, "normalize": True}
+ROUTER |= {"masked_group_score": -math.inf, "epsilon": 1e-20, "scale": 2.5, "top_k": 3}
 STARTS, COUNTS = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32)
 
 
@@ -57,11 +58,13 @@ def test_strides():
     kv_write(got, slots, entries)
     write_reference(want, slots, entries)
     assert torch.equal(got, want)
-    table = [torch.tensor([0, 3], dtype=torch.int32), torch.tensor([5, 2, 7], dtype=torch.int32)]
-    table.append(torch.tensor([0, 20_000, 40_000], dtype=torch.uint16))
-    where = {"mode": "sticky", "request_T": torch.arange(80)[::2], "position_T": torch.arange(120)[::3]}
+    start, slots = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([5, 2, 7], dtype=torch.int32)
+    shares = torch.tensor([0, 20_000, 40_000], dtype=torch.uint16)
+    where: dict[str, Any] = {"request_T": torch.arange(80)[::2], "position_T": torch.arange(120)[::3]}
+    where |= {"mode": "sticky"}
     ids = torch.zeros(40, 1, dtype=torch.int64)
-    assert torch.equal(choose_slots(ids, *table, 0, **where), choose_reference(ids, *table, 0, **where))
+    got = choose_slots(ids, start, slots, shares, 0, **where)
+    assert torch.equal(got, choose_reference(ids, start, slots, shares, 0, **where))
 
 
 def test_attention_refuses_what_it_would_write_elsewhere():
@@ -139,7 +142,7 @@ def test_a_bad_row_stays_one_and_stays_bad(bad):
 def test_activations_keep_nan(kind, limit):
     gate, up = normal(3, 128), normal(3, 128, seed=1)
     gate[1, 3] = up[2, 5] = math.nan
-    how = {"kind": kind, "limit": limit}
+    how: dict[str, Any] = {"kind": kind, "limit": limit}
     got = silu_mul(gate, up, **how)
     assert torch.equal(got.isnan(), silu_reference(gate, up, **how).isnan())
     q, _ = silu_mul_quantize(gate, up, **how)
@@ -152,7 +155,7 @@ def test_blocks_at_the_edges_of_fp8(power_of_two):
     values = (0.0, 448.0, 449.0, 448 * 2.0**-5, 2.0**-126, 2.0**-149, 1e-10, 3.4e38)
     x = torch.tensor(values)[:, None].expand(-1, 256)
     for rows_per_block in (1, 128):
-        how = {"rows_per_block": rows_per_block, "power_of_two": power_of_two}
+        how: dict[str, Any] = {"rows_per_block": rows_per_block, "power_of_two": power_of_two}
         (q, scales), (want_q, want_scales) = quantize(x, **how), quantize_reference(x, **how)
         assert torch.equal(scales, want_scales)
         assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8))
