@@ -57,7 +57,12 @@ def test_what_was_never_tested_is_stamped_in_the_report(plan, tmp_path):
     plan.write_text("model: {path: checkpoint}\ndeployments:\n  unified: {expert_parallel: 9}\n")
     flight = preflight(plan, (), check_tensors=False)
     arguments = argparse.Namespace(
-        out=tmp_path / "run.json", trace=tmp_path / "t.jsonl", speed=1.0, limit=None, scale_lengths=1.0
+        out=tmp_path / "run.json",
+        trace=tmp_path / "t.jsonl",
+        speed=1.0,
+        limit=None,
+        scale_lengths=1.0,
+        dump_expert_load=None,
     )
     facts = bench._Bench(arguments)._facts(flight, warmup_end=0.0)
     assert facts.notes == (
