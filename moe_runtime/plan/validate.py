@@ -57,7 +57,7 @@ def plan_warnings(effective: EffectivePlan, model: ModelSpec) -> tuple[str, ...]
 def _problems(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
     yield from unavailable(effective, tuple(effective.by_name.items()), effective.model.dtype)
     yield from _dtype(effective)
-    yield from _attention_kernels(effective, model)
+    yield from _kernels(effective, model)
     for d in effective.deployments:
         shared = list(_shared_experts(d, model))
         experts = shared or [*_experts(d, d.served(model)), *_payload(d, model)]
@@ -67,8 +67,15 @@ def _problems(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
             yield from _limits(effective, d, d.served(model))
 
 
-def _attention_kernels(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
+def _kernels(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
     for d in effective.deployments:
+        if d.kernels.experts == "deepgemm" and d.dispatch.backend != DEEPEP:
+            yield Problem(
+                path=(DEPLOYMENTS, d.name, "kernels", "experts"),
+                text=f"needs slots that start at multiples of 128 rows, which {d.dispatch.backend} does not give",
+                value=d.kernels.experts,
+                hint=f"set it to auto, or dispatch.backend: {DEEPEP}",
+            )
         if d.kernels.mla_decode not in OWN_KERNELS and not isinstance(model.attention, MlaSpec):
             yield Problem(
                 path=(DEPLOYMENTS, d.name, "kernels", "mla_decode"),
