@@ -72,7 +72,7 @@ def _kernels(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
         if d.kernels.experts == "deepgemm" and d.dispatch.backend != DEEPEP:
             yield Problem(
                 path=(DEPLOYMENTS, d.name, "kernels", "experts"),
-                text=f"needs slots that start at multiples of 128 rows, which {d.dispatch.backend} does not give",
+                text=f"needs slots to start at multiples of 128 rows, unlike {d.dispatch.backend}'s",
                 value=d.kernels.experts,
                 hint=f"set it to auto, or dispatch.backend: {DEEPEP}",
             )
