@@ -1,7 +1,7 @@
 """Builds a rank's expert desk: counters always, and live rebalancing where the plan asks for it."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,6 +19,8 @@ from moe_runtime.launch.place import Place
 from moe_runtime.placement.placement import Placement
 from moe_runtime.shared_memory import WindowAddress
 from moe_runtime.spec.model import ModelSpec
+
+Send = Callable[[int, msgspec.Struct], None]
 
 
 def make_expert_desk(
@@ -59,31 +61,35 @@ def make_expert_desk(
     def send(rank: int, message: msgspec.Struct) -> None:
         outbox.send(inboxes[rank], message)
 
-    def send_others(message: NewPlacement) -> None:
-        for rank in range(1, place.num_ranks):
-            send(rank, message)
-
     solver = SolverProcess() if place.rank == 0 else None
-    controller = None
-    if solver is not None:
-        controller = Controller(
-            merge=LoadMerge(place.num_ranks, placement.num_layers, placement.num_experts),
-            solver=solver,
-            settings=Settings(
-                to_fill=placement.num_experts + place.deployment.redundant_experts,
-                horizon_windows=settings.horizon_windows,
-                min_gain=settings.min_gain,
-            ),
-            mover=mover,
-            send=send_others,
-            started=time.monotonic(),
-        )
     desk.balancing = Balancing(
         instance=place.instance.name,
         mover=mover,
         meter=WindowMeter(load, rank=place.rank, interval_tokens=settings.interval_tokens),
         send=send,
-        controller=controller,
+        controller=_controller(place, mover, solver, send) if solver is not None else None,
         solver=solver,
     )
     return desk
+
+
+def _controller(place: Place, mover: Mover, solver: SolverProcess, send: Send) -> Controller:
+    """Rank 0's."""
+    settings, placement = place.deployment.balancing, mover.placement
+
+    def send_others(message: NewPlacement) -> None:
+        for rank in range(1, place.num_ranks):
+            send(rank, message)
+
+    return Controller(
+        merge=LoadMerge(place.num_ranks, placement.num_layers, placement.num_experts),
+        solver=solver,
+        settings=Settings(
+            to_fill=placement.num_experts + place.deployment.redundant_experts,
+            horizon_windows=settings.horizon_windows,
+            min_gain=settings.min_gain,
+        ),
+        mover=mover,
+        send=send_others,
+        started=time.monotonic(),
+    )

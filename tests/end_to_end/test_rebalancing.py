@@ -20,7 +20,7 @@ def test_recorded_loads_start_a_run_that_rebalances(tmp_path, checkpoints):
 
     Both deployments balance, each with its own slots.
     """
-    spec, asked = read_spec(checkpoints[FAMILY]), prompts(FAMILY)
+    spec, asked = read_spec(checkpoints[FAMILY]), prompts(FAMILY)[:10]
     lines = [{"prompt_token_ids": ids, "max_tokens": TOKENS, "ignore_eos": True} for ids in asked]
     prompt_file = tmp_path / "prompts.jsonl"
     prompt_file.write_text("".join(json.dumps(line) + "\n" for line in lines))

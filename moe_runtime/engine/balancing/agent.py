@@ -117,7 +117,7 @@ class Balancing:
             live=True,
             action=newest.action if newest.why else "",
             why=newest.why,
-            moves=np.frombuffer(newest.moves, np.int64).reshape(3, -1).T.tolist(),
+            moves=np.frombuffer(self.controller.moves, np.int64).reshape(3, -1).T.tolist(),
             balancedness=newest.balancedness,
             bound=newest.bound,
             gap=newest.gap,

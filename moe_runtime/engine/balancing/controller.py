@@ -49,7 +49,7 @@ class Controller:
     """`send` tells the other ranks. `stalled`: a window ended and the question before is open, or failed.
 
     balancedness, balancedness_p5, slot_skew  of the newest window, as in BalancingStatus
-    newest                                    the newest answer, and `moves` int64 [3, M] it asked for
+    newest                                    the newest answer; `moves` of the newest that had any
     """
 
     merge: LoadMerge
@@ -63,6 +63,7 @@ class Controller:
     balancedness_p5: float = 1.0
     slot_skew: float = 1.0
     newest: Answer = field(default_factory=Answer)
+    moves: bytes = b""
     decided: float = 0.0
     _pairs_LE: NDArray[np.float64] | None = None
     _seconds_per_pair: float = 0.0
@@ -151,6 +152,7 @@ class Controller:
             log.warning("no decision about the placement, which stays: %s", answer.error)
             return
         self.stalled, self.decided, self.newest = False, now, answer
+        self.moves = answer.moves or self.moves
         if answer.action == "wait":
             return
         current = self.mover.placement

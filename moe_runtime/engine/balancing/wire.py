@@ -92,7 +92,7 @@ class PlacementNow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     live               the instance rebalances
     action, why        of the newest decision; empty before the first
-    moves              of the newest decision: [layer, slot to fill, slot it comes from]
+    moves              of the newest decision that had any: [layer, slot to fill, slot it comes from]
     balancedness       that the newest decision predicted, a mean over the layers
     bound, gap         mean over the layers: the highest balancedness that is possible at all, and the
                        distance of the plan's peak to the bound

@@ -16,8 +16,9 @@ def add_experts_admin(app: FastAPI, experts: Experts) -> None:
 
     @app.get("/admin/placement", responses=ANSWERS)
     async def placement() -> Response:
-        """Of every instance: the map, its epoch, and the newest decision with its moves, bound and gap."""
-        return _json({"instances": await _answered(experts.placements())})
+        """Of every instance: the map, its epoch, the last moves, the newest decision, its bound and gap."""
+        instances = await _answered(experts.placements())
+        return _json({"instances": {n: msgspec.structs.asdict(now) for n, now in instances.items()}})
 
     @app.post("/admin/rebalance", responses=ANSWERS)
     async def rebalance() -> Response:
