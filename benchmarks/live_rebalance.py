@@ -283,7 +283,7 @@ def plot(path: Path, runs: dict[str, list[Trace]], load: Load) -> None:
     figure, axes = plt.subplots(3, 1, sharex=True, figsize=(10, 8), layout="constrained")
     for name, traces in runs.items():
         received_RWL = np.array([t.received for t in traces])
-        axes[0].plot(np.convolve(step_balancedness(received_RWL), np.ones(8) / 8, "same"), label=name)
+        axes[0].plot(np.convolve(step_balancedness(received_RWL), np.ones(8) / 8, "valid"), label=name)
         axes[1].plot(1e3 * np.array(traces[0].seconds), label=name, linewidth=0.8)
         axes[2].plot(np.array(traces[0].epochs), label=name)
     for axis, label in zip(
