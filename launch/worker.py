@@ -179,13 +179,41 @@ def assemble(
 ) -> RankEngine:
     """The engine of a loaded rank, connected to its peers."""
     place, deployment = loaded.place, loaded.place.deployment
-    mine = next(c for c in cards if (c.instance, c.rank) == (place.instance.name, place.rank))
     peers = [c for c in cards if c.instance == place.instance.name]
-    differing = [c.rank for c in peers if c.placement != mine.placement]
-    assert not differing, f"ranks {differing} hold another placement than rank {place.rank}"
+    clock = StepClock(trace=trace)
+    leaders = [next(c for c in peers if c.rank == ranks.start) for ranks in place.nodes]
+    _connect(loaded.buffer, place, leaders[place.node].dispatch_window, clock)
+    exchange = loaded.agreement.connect([c.agreement for c in leaders])
+    if loaded.collectives is not None:
+        loaded.collectives.where = clock
+        exchange = TracedExchange(exchange, loaded.collectives)
+    scheduler, s = _scheduler(flight, loaded), deployment.scheduler
+    return RankEngine(
+        desk=_desk(flight, loaded, cards, scheduler, clock),
+        scheduler=scheduler,
+        decoder=loaded.decoder,
+        kv_cache=loaded.kv_cache,
+        exchange=exchange,
+        limits=AgreeLimits(
+            max_batch_tokens=s.max_batch_tokens,
+            chunk_tokens=s.chunk_tokens,
+            dispatch_max_tokens=deployment.dispatch.max_tokens,
+            dispatch_mode=deployment.dispatch.mode,
+            micro_batches=deployment.overlap.micro_batches,
+            prefill_delay_steps=s.prefill_delay_steps,
+        ),
+        meter=loaded.buffer.meter,
+        clock=clock,
+        pipeline_depth=s.pipeline_depth,
+        poison=poison,
+        budget=ChunkBudget(flight.effective.slo.tpot_ms / 1e3) if s.chunk_budget == "tpot" else None,
+    )
 
+
+def _scheduler(flight: Preflight, loaded: Loaded) -> Scheduler:
+    deployment = loaded.place.deployment
     s = deployment.scheduler
-    scheduler = Scheduler(
+    return Scheduler(
         SchedulerLimits(
             max_batch_tokens=s.max_batch_tokens,
             max_sequences=s.max_sequences,
@@ -197,6 +225,17 @@ def assemble(
             model=loaded.layout.model,
         )
     )
+
+
+def _desk(
+    flight: Preflight, loaded: Loaded, cards: list[RankCard], scheduler: Scheduler, clock: StepClock
+) -> RequestDesk:
+    place, deployment = loaded.place, loaded.place.deployment
+    mine = next(c for c in cards if (c.instance, c.rank) == (place.instance.name, place.rank))
+    peers = [c for c in cards if c.instance == place.instance.name]
+    differing = [c.rank for c in peers if c.placement != mine.placement]
+    assert not differing, f"ranks {differing} hold another placement than rank {place.rank}"
+
     exports = [c.pool for c in cards if c.pool is not None]
     pulls = deployment.name == "decode"
     transport = (
@@ -204,15 +243,8 @@ def assemble(
     )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[ToRank] = Inbox(context, mine.inbox, ToRank)
-    clock = StepClock(trace=trace)
-    leaders = [next(c for c in peers if c.rank == ranks.start) for ranks in place.nodes]
-    _connect(loaded.buffer, place, leaders[place.node].dispatch_window, clock)
-    exchange = loaded.agreement.connect([c.agreement for c in leaders])
-    if loaded.collectives is not None:
-        loaded.collectives.where = clock
-        exchange = TracedExchange(exchange, loaded.collectives)
     outbox = Outbox(context)
-    desk = RequestDesk(
+    return RequestDesk(
         identity=Identity(
             instance=place.instance.name,
             deployment=deployment.name,
@@ -249,26 +281,6 @@ def assemble(
         structures=Structures(
             Path(flight.effective.model.path), flight.model.vocab_size, flight.model.eos_token_ids
         ),
-    )
-    return RankEngine(
-        desk=desk,
-        scheduler=scheduler,
-        decoder=loaded.decoder,
-        kv_cache=loaded.kv_cache,
-        exchange=exchange,
-        limits=AgreeLimits(
-            max_batch_tokens=s.max_batch_tokens,
-            chunk_tokens=s.chunk_tokens,
-            dispatch_max_tokens=deployment.dispatch.max_tokens,
-            dispatch_mode=deployment.dispatch.mode,
-            micro_batches=deployment.overlap.micro_batches,
-            prefill_delay_steps=s.prefill_delay_steps,
-        ),
-        meter=loaded.buffer.meter,
-        clock=clock,
-        pipeline_depth=s.pipeline_depth,
-        poison=poison,
-        budget=ChunkBudget(flight.effective.slo.tpot_ms / 1e3) if s.chunk_budget == "tpot" else None,
     )
 
 
