@@ -56,7 +56,7 @@ def compare(references: list[Reference], generated: Generated) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("ep", [1, 2, 3, 4])
+@pytest.mark.parametrize("ep", [1, 2, 4])
 def test_unified(tmp_path, checkpoints, references, family, ep):
     compare(references[family], generate(tmp_path, checkpoints, family, unified(ep)))
 
@@ -91,6 +91,7 @@ def test_launchers(tmp_path, checkpoints, references, launcher):
 
 
 TIGHT: dict[str, dict] = {"kv_cache": {"blocks": 30, "block_tokens": 16}}
+RARE = ("chunk_256", "blocks_of_one")  # as others of these, with other sizes
 VARIANTS = {
     "chunk_16": unified(scheduler={"chunk_tokens": 16}),
     "chunk_256": unified(scheduler={"chunk_tokens": 256}),
@@ -107,7 +108,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=pytest.mark.soak) if v in RARE else v for v in VARIANTS]
+)
 def test_scheduling_changes_no_token(tmp_path, checkpoints, references, variant):
     compare(references["deepseek_v3"], generate(tmp_path, checkpoints, "deepseek_v3", VARIANTS[variant]))
 
