@@ -20,25 +20,25 @@ def test_a_slow_link_is_hidden_and_nothing_changes(tmp_path):
     tokens = torch.randint(8, 500, (8, 64), generator=generator).tolist()
     prompts = dict(enumerate(tokens))
 
-    def run(micro_batches: int, seconds_per_row: float) -> tuple[torch.Tensor, float]:
+    def run(micro_batches: int) -> tuple[torch.Tensor, float, float]:
+        """Hidden states, wall seconds, the share of the computation done beside a transfer."""
         rank = Rank(decoder)
         half = len(prompts) // micro_batches
         parts = [{s: p for s, p in prompts.items() if s // half == i} for i in range(micro_batches)]
         batches = [(decoder.embed(c), c) for c in (rank.context({}, part) for part in parts)]
-        link.seconds_per_row = seconds_per_row
-        began = time.perf_counter()
+        link.computed_meanwhile = 0.0
+        began, computed = time.perf_counter(), time.thread_time()
         hidden = overlap.run(batches, list(decoder.layers))
-        return torch.cat(hidden), time.perf_counter() - began
+        computed = time.thread_time() - computed
+        return torch.cat(hidden), time.perf_counter() - began, link.computed_meanwhile / computed
 
-    run(1, 0.0), run(2, 0.0)
+    run(1), run(2)
     # Four transfers of 512 rows: half a second on the link, far more than the computation.
-    per_row = 0.5 / (4 * 512)
-    ratios = []
-    for _ in range(3):
-        plain, plain_seconds = run(1, per_row)
-        both, both_seconds = run(2, per_row)
-        assert (plain - both).abs().max() < 1e-4
-        assert plain_seconds > 0.5
-        ratios.append((both_seconds - 0.5) / (plain_seconds - 0.5))
-    # Of what the plain step pays on top of the link's time, computation, at least a third is hidden.
-    assert min(ratios) < 0.67, ratios
+    link.seconds_per_row = 0.5 / (4 * 512)
+    plain, plain_seconds, plain_hidden = run(1)
+    both, both_seconds, both_hidden = run(2)
+    assert (plain - both).abs().max() < 1e-4
+    assert min(plain_seconds, both_seconds) > 0.5
+    # CPU seconds, not wall seconds: what other processes do on this machine does not count.
+    assert plain_hidden < 0.1
+    assert both_hidden > 0.4

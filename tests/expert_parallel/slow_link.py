@@ -11,12 +11,17 @@ from moe_runtime.expert_parallel.local import LocalBuffer
 
 @dataclass
 class Late:
-    """A transfer that arrives at `ready`."""
+    """A transfer that arrives at `ready`; `link` hears what this thread computed until it was waited for."""
 
     sent: Any
     ready: float
+    link: "SlowLink"
+
+    def __post_init__(self) -> None:
+        self._computed = time.thread_time()
 
     def wait(self) -> Any:
+        self.link.computed_meanwhile += time.thread_time() - self._computed
         time.sleep(max(0.0, self.ready - time.monotonic()))
         return self.sent.wait()
 
@@ -25,7 +30,8 @@ class SlowLink:
     """A LocalBuffer behind one link, which carries one row after the other in either direction.
 
     `seconds_per_row` is what a token's row takes; a transfer begins when the link is free. So the
-    link's time in a step does not depend on how the step is cut.
+    link's time in a step does not depend on how the step is cut. `computed_meanwhile`: CPU seconds
+    of this thread between the start of a transfer and the wait for it, summed over the transfers.
     """
 
     combine_order = "topk_fp32"
@@ -35,6 +41,7 @@ class SlowLink:
         self.meter = inner.meter
         self.seconds_per_row = seconds_per_row
         self.transport = 0.0
+        self.computed_meanwhile = 0.0
         self._free_at = 0.0
         self._rows: list[int] = []
 
@@ -51,4 +58,4 @@ class SlowLink:
         seconds = rows * self.seconds_per_row
         self._free_at = max(self._free_at, time.monotonic()) + seconds
         self.transport += seconds
-        return Late(sent, self._free_at)
+        return Late(sent, self._free_at, self)
