@@ -81,23 +81,57 @@ def plan_migration(
     changed = (current.slot_to_expert_LS != target.slot_to_expert_LS) & (target.slot_to_expert_LS >= 0)
     layer_M, slot_M = np.nonzero(changed)
     expert_M = target.slot_to_expert_LS[layer_M, slot_M].astype(np.int64)
-    start, slots = current.replicas
-    served = np.zeros(current.slot_to_expert_LS.shape, np.int64)
+    source_M = _sources(current, topology, layer_M, slot_M, expert_M)
     n = target.slots_per_rank
-    source_M, link_M = np.zeros(len(slot_M), np.int64), np.zeros(len(slot_M), np.int64)
-    for m, (layer, slot, expert) in enumerate(zip(layer_M, slot_M, expert_M, strict=True)):
-        candidates = slots[layer, start[layer, expert] : start[layer, expert + 1]]
-        links = topology.link_class(candidates // n, slot // n)
-        pick = np.lexsort((candidates, served[layer, candidates], links))[0]
-        source_M[m], link_M[m] = candidates[pick], links[pick]
-        served[layer, candidates[pick]] += links[pick] > 0
     return MigrationPlan(
         layer_M=layer_M.astype(np.int64),
         slot_M=slot_M.astype(np.int64),
         source_M=source_M,
         expert_M=expert_M,
-        link_M=link_M,
+        link_M=topology.link_class(source_M // n, slot_M // n),
         topology=topology,
         num_layers=target.num_layers,
         expert_bytes=expert_bytes,
     )
+
+
+def _sources(
+    current: Placement,
+    topology: Topology,
+    layer_M: NDArray[np.int64],
+    slot_M: NDArray[np.int64],
+    expert_M: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """int64 [M]: where each move's weights come from.
+
+    Only moves of one expert in a layer compete for sources, so the first moves of all experts choose at
+    once, then their second ones, and so on.
+    """
+    start, slots = current.replicas
+    n, S, everywhere = current.slots_per_rank, current.num_slots, len(LINK_CLASSES)
+    first_M, end_M = start[layer_M, expert_M], start[layer_M, expert_M + 1]
+    served = np.zeros(current.slot_to_expert_LS.shape, np.int64)
+    source_M = np.zeros(len(slot_M), np.int64)
+    turn_M = _turns(layer_M * current.num_experts + expert_M)
+    for turn in range(int(turn_M.max(initial=-1)) + 1):
+        moves = np.flatnonzero(turn_M == turn)
+        first, end, layer = first_M[moves], end_M[moves], layer_M[moves]
+        place_MC = first[:, None] + np.arange((end - first).max())
+        slot_MC = slots[layer[:, None], np.minimum(place_MC, S - 1)].astype(np.int64)
+        link_MC = topology.link_class(slot_MC // n, slot_M[moves, None] // n)
+        link_MC[place_MC >= end[:, None]] = everywhere  # not a replica of this expert
+        rank_MC = (link_MC * (S + 1) + served[layer[:, None], slot_MC]) * S + slot_MC
+        pick = rank_MC.argmin(axis=1)[:, None]
+        source_M[moves] = np.take_along_axis(slot_MC, pick, axis=1)[:, 0]
+        served[layer, source_M[moves]] += np.take_along_axis(link_MC, pick, axis=1)[:, 0] > 0
+    return source_M
+
+
+def _turns(key_M: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [M]: how many entries before this one have the same key."""
+    order = np.argsort(key_M, kind="stable")
+    ordered = key_M[order]
+    begins = np.flatnonzero(np.diff(ordered, prepend=-1))
+    turns = np.zeros(len(key_M), np.int64)
+    turns[order] = np.arange(len(key_M)) - np.repeat(begins, np.diff(begins, append=len(key_M)))
+    return turns

@@ -11,6 +11,8 @@ from moe_runtime.placement.placement import Placement
 
 def starts_by_slot(placement: Placement) -> NDArray[np.uint16]:
     """uint16 [L, S]: the exclusive start of each slot's share, as `Placement.cumulative_LS`, never None."""
+    if placement.cumulative_LS is not None:
+        return np.where(placement.slot_to_expert_LS >= 0, placement.cumulative_LS, np.uint16(0))
     _, slots = placement.replicas
     rows, places = np.nonzero(slots >= 0)
     out = np.zeros(slots.shape, np.uint16)
