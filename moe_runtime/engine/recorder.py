@@ -29,4 +29,6 @@ def step_row(scheduled: Scheduled, decision: StepDecision, totals: TransportTota
         "transport_waited": totals.waited,
         "micro_batches": decision.micro_batches,
         "overlap_reason": int(decision.overlap_reason),
+        # A commit of moved experts comes before the forward pass of its step.
+        "placement_epoch": decision.placement_epoch + (decision.move.commit > 0),
     }

@@ -72,6 +72,7 @@ _FLAT: dict[str, str] = {
     "preemptions": "<i8",
     "micro_batches": "<i8",
     "overlap_reason": "<i8",
+    "placement_epoch": "<i8",
 }
 _DTYPES: dict[str, str] = {**_FLAT, "phases": "<f8", "received_rows": "<i8"}
 COLUMNS = tuple(_DTYPES)
@@ -103,6 +104,7 @@ class RankSteps:
     preemptions        int64 [S]: sequences preempted
     micro_batches      int64 [S]: 1 or 2
     overlap_reason     int64 [S]: why, as an index into OVERLAP_REASONS
+    placement_epoch    int64 [S]: of the placement of experts that the step ran with
     """
 
     instance: str
@@ -127,6 +129,7 @@ class RankSteps:
     preemptions: I64
     micro_batches: I64
     overlap_reason: I64
+    placement_epoch: I64
 
     def __post_init__(self) -> None:
         S = len(self.step)
@@ -204,6 +207,7 @@ class StepLog:
         preemptions: int,
         micro_batches: int = 1,
         overlap_reason: int = 0,
+        placement_epoch: int = 0,
         dispatch_mode: int = 0,
         rows_dispatched: int = NOT_MEASURED,
         bytes_dispatched: int = NOT_MEASURED,
@@ -255,6 +259,7 @@ class StepBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     preemptions: bytes
     micro_batches: bytes
     overlap_reason: bytes
+    placement_epoch: bytes
 
 
 def pack(steps: RankSteps) -> StepBatch:
