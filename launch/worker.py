@@ -14,13 +14,13 @@ from torch import Tensor
 
 from moe_runtime.checkpoint.load import LoadReport, load_rank
 from moe_runtime.checkpoint.reader import Checkpoint
-from moe_runtime.engine.agree import AgreeLimits
 from moe_runtime.engine.balancing.courier import Staging
 from moe_runtime.engine.balancing.load import ExpertLoad
 from moe_runtime.engine.balancing.registry import ExpertRegistry, register
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.collectives import CollectiveTrace, TracedBuffer, TracedExchange
 from moe_runtime.engine.desk import Identity, RequestDesk
+from moe_runtime.engine.limits import LEASE_SECONDS, agree_limits, chunk_budget, scheduler_limits
 from moe_runtime.engine.messages import ToRank
 from moe_runtime.engine.rank import RankEngine
 from moe_runtime.engine.sockets import Inbox, Outbox
@@ -41,15 +41,13 @@ from moe_runtime.models.decoder import Decoder, build_decoder
 from moe_runtime.models.families.registry import tensor_targets
 from moe_runtime.placement.placement import Placement
 from moe_runtime.report.records import StepLog
-from moe_runtime.scheduler.budget import ChunkBudget
-from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.shared_memory import Window, WindowAddress
 from moe_runtime.transfer.host import HostPool, HostTransport, PoolExport
 from moe_runtime.transfer.interface import LayoutFingerprint, digest, fingerprint
 from moe_runtime.transfer.leases import Leases
 
 STEP_TIMEOUT = 120.0
-LEASE_SECONDS = 60.0
 
 
 class RankCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,43 +185,21 @@ def assemble(
     if loaded.collectives is not None:
         loaded.collectives.where = clock
         exchange = TracedExchange(exchange, loaded.collectives)
-    scheduler, s = _scheduler(flight, loaded), deployment.scheduler
+    scheduler = Scheduler(
+        scheduler_limits(deployment, max_positions=flight.model.max_positions, model=loaded.layout.model)
+    )
     return RankEngine(
         desk=_desk(flight, loaded, cards, scheduler, clock),
         scheduler=scheduler,
         decoder=loaded.decoder,
         kv_cache=loaded.kv_cache,
         exchange=exchange,
-        limits=AgreeLimits(
-            max_batch_tokens=s.max_batch_tokens,
-            chunk_tokens=s.chunk_tokens,
-            dispatch_max_tokens=deployment.dispatch.max_tokens,
-            dispatch_mode=deployment.dispatch.mode,
-            micro_batches=deployment.overlap.micro_batches,
-            prefill_delay_steps=s.prefill_delay_steps,
-        ),
+        limits=agree_limits(deployment),
         meter=loaded.buffer.meter,
         clock=clock,
-        pipeline_depth=s.pipeline_depth,
+        pipeline_depth=deployment.scheduler.pipeline_depth,
         poison=poison,
-        budget=ChunkBudget(flight.effective.slo.tpot_ms / 1e3) if s.chunk_budget == "tpot" else None,
-    )
-
-
-def _scheduler(flight: Preflight, loaded: Loaded) -> Scheduler:
-    deployment = loaded.place.deployment
-    s = deployment.scheduler
-    return Scheduler(
-        SchedulerLimits(
-            max_batch_tokens=s.max_batch_tokens,
-            max_sequences=s.max_sequences,
-            chunk_tokens=s.chunk_tokens,
-            block_tokens=deployment.kv_cache.block_tokens,
-            num_blocks=deployment.kv_cache.blocks,
-            max_positions=flight.model.max_positions,
-            prefix_cache=deployment.kv_cache.prefix_cache,
-            model=loaded.layout.model,
-        )
+        budget=chunk_budget(deployment, flight.effective.slo),
     )
 
 

@@ -19,6 +19,7 @@ COMMON = ("errors", "files", "shared_memory")
 CONTROL = (
     "scheduler",
     "engine.agree",
+    "engine.limits",
     "engine.watchers",
     "transfer.states",
     "transfer.leases",
@@ -37,6 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "spec", "errors"),
     "scheduler": ("scheduler", "spec", "errors"),
     "engine.agree": ("spec", "errors"),
+    "engine.limits": ("engine.agree", "scheduler", "plan", "spec", "errors"),
     "transfer.leases": ("spec", "errors"),
     "transfer.handoff": (),
     "transfer": ("transfer", "spec", *COMMON),
@@ -66,6 +68,7 @@ TORCH_FREE = (
     "plan.show",
     "scheduler.scheduler",
     "engine.agree",
+    "engine.limits",
     "engine.messages",
     "transfer.leases",
     "transfer.handoff",
