@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 
 
+def visits(slot_ids_TK: Tensor, *, num_ranks: int, slots_per_rank: int) -> Tensor:
+    """bool [T, R]: which ranks each token goes to; pairs of slot -1 go nowhere."""
+    # Column R takes the pairs that go nowhere.
+    rank_TK = torch.where(slot_ids_TK < 0, num_ranks, slot_ids_TK // slots_per_rank)
+    goes_TR = torch.zeros(len(slot_ids_TK), num_ranks + 1, dtype=torch.bool, device=slot_ids_TK.device)
+    return goes_TR.scatter_(1, rank_TK.long(), True)[:, :num_ranks]
+
+
 def destinations(slot_ids_TK: Tensor, *, num_ranks: int, slots_per_rank: int) -> tuple[Tensor, Tensor]:
     """The rows that travel, one per (token, rank), in order (rank, token).
 
     token int64 [U], and how many go to each rank: int64 [R].
     """
-    T = slot_ids_TK.shape[0]
-    # Column R takes the pairs that go nowhere.
-    rank_TK = torch.where(slot_ids_TK < 0, num_ranks, slot_ids_TK // slots_per_rank)
-    goes_TR = torch.zeros(T, num_ranks + 1, dtype=torch.bool, device=slot_ids_TK.device)
-    goes_TR.scatter_(1, rank_TK, True)
-    goes_RT = goes_TR[:, :num_ranks].t()
+    goes_RT = visits(slot_ids_TK, num_ranks=num_ranks, slots_per_rank=slots_per_rank).t()
     return goes_RT.nonzero()[:, 1], goes_RT.sum(1)
 
 

@@ -19,6 +19,7 @@ from moe_runtime.expert_parallel.deepep.adapter import Adapter
 from moe_runtime.expert_parallel.deepep.library import Library, call
 from moe_runtime.expert_parallel.deepep.meter import Combining
 from moe_runtime.expert_parallel.deepep.shape import Mode, Shape
+from moe_runtime.expert_parallel.pairs import visits
 from moe_runtime.expert_parallel.payload import quantize
 
 
@@ -46,7 +47,7 @@ class _Dispatch:
         starts_s, counts_s = starts_and_counts(
             self.handle.psum_num_recv_tokens_per_expert, self.handle.expert_alignment
         )
-        to_rank_TR = _visits(self.topk_idx_TK, shape)
+        to_rank_TR = visits(self.topk_idx_TK, num_ranks=shape.ranks, slots_per_rank=shape.slots_per_rank)
         own = to_rank_TR[:, buffer.rank].sum()
         buffer.meter.dispatched(
             received=counts_s.sum(),
@@ -144,11 +145,3 @@ def starts_and_counts(psum_s: Tensor, alignment: int) -> tuple[Tensor, Tensor]:
     ends_s = (psum_s + alignment - 1) // alignment * alignment
     starts_s = torch.cat([ends_s.new_zeros(1), ends_s[:-1]]).to(torch.int32)
     return starts_s, psum_s.to(torch.int32) - starts_s
-
-
-def _visits(topk_idx_TK: Tensor, shape: Shape) -> Tensor:
-    """bool [T, R]: which ranks each token goes to."""
-    T = topk_idx_TK.shape[0]
-    visits_TR = torch.zeros(T, shape.ranks + 1, dtype=torch.bool, device=topk_idx_TK.device)
-    rank_TK = torch.where(topk_idx_TK < 0, shape.ranks, topk_idx_TK // shape.slots_per_rank)
-    return visits_TR.scatter_(1, rank_TK.long(), True)[:, : shape.ranks]
