@@ -13,7 +13,7 @@ help:
 	@echo "make test    the test suite (15 minutes at most on 2 cores)"
 	@echo "make check   format, lint, types, layering"
 	@echo "make aot     compile every Triton kernel for sm_90, sm_100 and gfx942, without any of them"
-	@echo "make soak    full grids and long repetitions"
+	@echo "make soak    full grids and long repetitions; then processes, held to their times"
 	@echo "make bench   speed against transformers on the same checkpoint"
 
 setup: $(SETUP)
@@ -38,6 +38,7 @@ test: $(SETUP)
 
 soak: $(SETUP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak $(PYTEST_ARGS)
+	MOE_RUNTIME_STRICT_TIME=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "multiproc and not soak" $(PYTEST_ARGS)
 
 check: $(SETUP)
 	scripts/check

@@ -27,6 +27,7 @@ from moe_runtime.engine.agree import (
 )
 from moe_runtime.engine.exchange import SharedExchange
 from moe_runtime.errors import PeerLost, StepTimeout
+from tests.wall import at_most
 
 LIMITS = AgreeLimits(
     max_batch_tokens=512, chunk_tokens=128, dispatch_max_tokens=256, dispatch_mode="per_step"
@@ -188,7 +189,7 @@ def test_a_dead_rank_is_named_long_before_the_deadline():
     began = time.monotonic()
     with pytest.raises(PeerLost, match="rank 1, agreement, step 0: no longer running"):
         mine(0, np.zeros(vector_words(2), np.int64))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < at_most(5)
 
 
 def test_all_dead_ranks_are_named_though_another_is_late():
@@ -201,7 +202,7 @@ def test_all_dead_ranks_are_named_though_another_is_late():
     with pytest.raises(PeerLost, match="ranks 2, 3, agreement, step 0: no longer running"):
         first(0, np.zeros(vector_words(4), np.int64))
     child.wait()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < at_most(5)
 
 
 def test_a_missing_rank_is_named_within_the_deadline():
@@ -219,8 +220,8 @@ def test_a_missing_rank_is_named_within_the_deadline():
     for t in threads:
         t.start()
     for t in threads:
-        t.join(10)
-    assert time.monotonic() - began < 5
+        t.join(60)
+    assert time.monotonic() - began < at_most(5)
     assert [e.ranks for e in errors] == [(1,), (1,)]
     assert all("rank 1" in str(e) and "step 0" in str(e) for e in errors)
 

@@ -8,6 +8,7 @@ import pytest
 
 from moe_runtime.engine.node_tree import Gathered, NodeTree, State, TreeShape
 from moe_runtime.errors import PeerLost, StepTimeout
+from tests.wall import at_most
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_all_others_name_the_silent_one_within_the_deadline(silent):
     nodes = Nodes(9, timeout=2.0)
     began = time.monotonic()
     nodes.run(10, lambda node, step: None if node == silent and step == 3 else True)
-    assert time.monotonic() - began < 2.0 + 1.0
+    assert time.monotonic() - began < 2.0 + at_most(1.0)
     assert nodes.errors == {}
     for node in set(range(9)) - {silent}:
         assert len(nodes.states[node]) == 4

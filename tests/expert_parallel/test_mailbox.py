@@ -15,6 +15,7 @@ from moe_runtime.expert_parallel.where import Place
 from tests.expert_parallel.cases import Case, inputs, run_experts
 from tests.expert_parallel.exercise import make_shm
 from tests.expert_parallel.world import Failure, Rank, World, run_world
+from tests.wall import at_most
 
 AREA = 4096
 
@@ -99,7 +100,7 @@ def test_the_deadline_names_step_layer_operation_and_every_missing_rank():
     began = time.monotonic()
     with pytest.raises(StepTimeout) as caught:
         transfer.wait()
-    assert 0.25 < time.monotonic() - began < 2
+    assert 0.25 < time.monotonic() - began < at_most(2)
     error = caught.value
     assert (error.step, error.layer, error.operation, error.ranks) == (17, 3, "combine", (1, 3))
     assert "waiting for ranks 1, 3, layer 3, combine, step 17" in str(error)
@@ -186,7 +187,7 @@ def test_a_stopped_rank_is_named_by_all_others_within_the_deadline(tmp_path):
     for failure in failures(tmp_path, signal.SIGSTOP, 1.5):
         assert failure.kind == "StepTimeout"
         assert "waiting for rank 2, layer 2, combine, step 1" in failure.message
-        assert 1.4 < waited(failure) < 5
+        assert 1.4 < waited(failure) < at_most(5)
 
 
 @pytest.mark.multiproc
@@ -194,7 +195,7 @@ def test_a_killed_rank_is_noticed_long_before_the_deadline(tmp_path):
     for failure in failures(tmp_path, signal.SIGKILL, 60.0):
         assert failure.kind == "PeerLost"
         assert "waiting for rank 2, layer 2, combine, step 1: no longer running" in failure.message
-        assert waited(failure) < 1
+        assert waited(failure) < at_most(1)
 
 
 def test_posting_before_dying_counts(tmp_path):

@@ -14,6 +14,7 @@ from moe_runtime.expert_parallel.where import Place
 from tests.expert_parallel.cases import Case, inputs, run_experts
 from tests.expert_parallel.exercise import make_torch
 from tests.expert_parallel.world import Failure, Rank, World
+from tests.wall import at_most
 
 
 def rolls(num_ranks: int, *, elsewhere: int = 0) -> list[RollCall]:
@@ -125,7 +126,7 @@ def test_a_stopped_rank_is_named_by_all_others_within_the_deadline(tmp_path):
     for failure in failures(tmp_path, signal.SIGSTOP, 2.0):
         assert failure.kind == "StepTimeout", failure.trace
         assert "waiting for rank 2, layer 2, combine, step 1" in failure.message
-        assert 1.5 < waited(failure) < 3
+        assert 1.5 < waited(failure) < at_most(3)
 
 
 @pytest.mark.multiproc
@@ -133,4 +134,4 @@ def test_a_killed_rank_is_noticed_long_before_the_deadline(tmp_path):
     for failure in failures(tmp_path, signal.SIGKILL, 30.0):
         assert failure.kind == "PeerLost", failure.trace
         assert "waiting for rank 2, layer 2, combine, step 1: no longer running" in failure.message
-        assert waited(failure) < 2
+        assert waited(failure) < at_most(2)
