@@ -43,8 +43,8 @@ from moe_runtime.frontend.replay import Arrival
 from moe_runtime.frontend.scrape import Scraper
 from moe_runtime.frontend.trace import TraceRequest, read_trace
 from moe_runtime.models.families.registry import read_spec
-from moe_runtime.report.latency import finished, tpot, ttft
 from moe_runtime.report.machine import read_commit, read_machine
+from moe_runtime.report.outcomes import outcome
 from moe_runtime.report.records import RequestRecord
 from moe_runtime.spec.requests import SamplingParams
 
@@ -187,7 +187,7 @@ def closed_loop(
             records.append(record)
             if time.monotonic() > end:
                 return
-            if not finished(record):
+            if not outcome(record).finished:
                 await asyncio.sleep(1.0)  # told to come back later
 
     async def all_clients() -> float:
@@ -202,13 +202,14 @@ def closed_loop(
 def good(records: Sequence[RequestRecord], ttft_ms: float, tpot_ms: float) -> int:
     """Requests that finished and met both objectives."""
     return sum(
-        finished(r) and ttft(r) * 1e3 <= ttft_ms and (tpot(r) or 0.0) * 1e3 <= tpot_ms for r in records
+        r.finished and r.ttft * 1e3 <= ttft_ms and (r.tpot or 0.0) * 1e3 <= tpot_ms
+        for r in map(outcome, records)
     )
 
 
 def gaps_ms(records: Sequence[RequestRecord]) -> np.ndarray:
     """Gaps between consecutive tokens of finished requests."""
-    found = [np.diff(np.asarray(r.token_times)) for r in records if finished(r)]
+    found = [np.diff(np.asarray(r.token_times)) for r in records if outcome(r).finished]
     return 1e3 * np.concatenate(found) if found else np.zeros(0)
 
 
@@ -245,16 +246,16 @@ def measure_stall(bench: Bench, tpot_ms: float) -> float:
         replay(server, [*warm, *streams(bench, 32)], bench.checkpoint.name)
         late = [bench.arrival(i, every * (n + 0.5), 1) for n, i in enumerate(longest)]
         records = replay(server, [*streams(bench, length), *late], bench.checkpoint.name)
-    own = [r for r in records[:STREAMS] if finished(r)]
+    own = [r for r in records[:STREAMS] if outcome(r).finished]
     itl = percentiles(gaps_ms(own))
     prompts = [len(bench.prompts[i]) for i in longest]
-    answered = [r for r in records[STREAMS:] if finished(r)]
+    answered = [r for r in records[STREAMS:] if outcome(r).finished]
     bench.write(
         "stall",
         itl_ms=itl,
         streams=len(own),
         long_prompts=prompts,
-        ttft_ms=percentiles([ttft(r) * 1e3 for r in answered]),
+        ttft_ms=percentiles([outcome(r).ttft * 1e3 for r in answered]),
     )
     return itl["p99"] / itl["p50"]
 
@@ -276,14 +277,14 @@ def measure_capacity(bench: Bench, server: Server) -> float:
     records, taken = closed_loop(
         bench, server, range(len(bench.requests)), clients=clients, seconds=bench.seconds, output=None
     )
-    rate = best = sum(map(finished, records)) / taken
+    rate = best = sum(outcome(r).finished for r in records) / taken
     saturated = 0
     rate *= 2
     for number in range(10):
         arrivals = bench.arrivals(rate, bench.seconds)
         fresh = [replace(a, prompt=[20 + number, *a.prompt[1:]]) for a in arrivals]
         records = replay(server, fresh, bench.checkpoint.name)
-        done = [r for r in records if finished(r)]
+        done = [r for r in records if outcome(r).finished]
         refused = len(records) - len(done)
         capacity = len(done) / (max(r.token_times[-1] for r in done) - records[0].scheduled_arrival)
         best = max(best, capacity)
@@ -317,7 +318,7 @@ def measure_load(
     time.sleep(1.5)  # a status is on its way
     asyncio.run(scraper.look())
     steps = scraper.steps(num_moe_layers=1)
-    done = [r for r in records if finished(r)]
+    done = [r for r in records if outcome(r).finished]
     refused = sum("HTTP 429" in (r.error or "") for r in records)
     rank = steps[0] if steps else None
     bench.write(
@@ -330,8 +331,8 @@ def measure_load(
         failed=len(records) - len(done) - refused,
         goodput_per_second=round(good(records, bench.ttft_ms, tpot_ms) / span, 3),
         prompt_tokens_per_second=round(sum(r.prompt_tokens for r in done) / span, 1),
-        ttft_ms=percentiles([ttft(r) * 1e3 for r in done]),
-        tpot_ms=percentiles([t * 1e3 for r in done if (t := tpot(r)) is not None]),
+        ttft_ms=percentiles([outcome(r).ttft * 1e3 for r in done]),
+        tpot_ms=percentiles([t * 1e3 for r in done if (t := outcome(r).tpot) is not None]),
         steps=len(rank) if rank else None,
         step_ms=round(1e3 * float(rank.wall.mean()), 2) if rank and len(rank) else None,
         decode_rows=round(float(rank.decode_tokens.mean()), 2) if rank and len(rank) else None,
@@ -350,7 +351,7 @@ def measure_prefix(bench: Bench) -> float:
             records, taken = closed_loop(
                 bench, server, indices, clients=SEQUENCES, seconds=bench.seconds, output=1
             )
-        done = [r for r in records if finished(r)]
+        done = [r for r in records if outcome(r).finished]
         prompt, cached = sum(r.prompt_tokens for r in done), sum(r.cached_tokens for r in done)
         rates[cache] = prompt / taken
         bench.write(

@@ -61,9 +61,24 @@ def layer_balance(
     )
 
 
-def step_fill(ranks: Sequence[RankSteps]) -> NDArray[np.float64]:
-    """float64 [steps with tokens]: sum of the ranks' tokens / (R x max), of joined ranks."""
+def over_mean(load_MR: NDArray[np.int64] | NDArray[np.float64]) -> tuple[tuple[float, ...], ...]:
+    """[layers][ranks]: load of each rank over its layer's mean; 1 in layers without any. Four digits."""
+    mean_M1 = load_MR.mean(axis=1, keepdims=True)
+    ratio_MR = np.ones(load_MR.shape)
+    np.divide(load_MR, mean_M1, out=ratio_MR, where=mean_M1 > 0)
+    return tuple(tuple(row) for row in np.round(ratio_MR, 4).tolist())
+
+
+def step_fills(ranks: Sequence[RankSteps]) -> NDArray[np.float64]:
+    """float64 [S]: sum of the ranks' tokens / (R x max), of joined ranks; NaN for steps without tokens."""
     tokens_RS = np.stack([r.tokens for r in ranks])
     most_S = tokens_RS.max(axis=0)
-    used = most_S > 0
-    return np.asarray(tokens_RS.sum(axis=0)[used] / (len(ranks) * most_S[used]))
+    out = np.full(len(most_S), np.nan)
+    np.divide(tokens_RS.sum(axis=0), len(ranks) * most_S, out=out, where=most_S > 0)
+    return out
+
+
+def step_fill(ranks: Sequence[RankSteps]) -> NDArray[np.float64]:
+    """float64 [steps with tokens]: step fills, of joined ranks."""
+    fills_S = step_fills(ranks)
+    return fills_S[~np.isnan(fills_S)]

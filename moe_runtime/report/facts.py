@@ -11,9 +11,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.report.schema import Machine, Missing, ModelSummary, Options, Percentiles, Rate
+from moe_runtime.report.schema_time import Simulation
 
 ASKED_WINDOW_SECONDS = 60.0
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A closed interval on the run's clock."""
+
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    def contains(self, times: NDArray[np.float64]) -> NDArray[np.bool_]:
+        return (times >= self.start) & (times <= self.end)
+
+    def has(self, time: float) -> bool:
+        return self.start <= time <= self.end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +67,7 @@ class RunFacts:
     moe_layers      global index of each column of `received_rows`
     slo             (ttft_ms, tpot_ms)
     notes           sentences the run itself wants among the warnings
+    simulation      what a simulated run assumed; None: the run was measured
     """
 
     created: str
@@ -65,6 +85,7 @@ class RunFacts:
     warmup_end: float | None = None
     asked_seconds: float = ASKED_WINDOW_SECONDS
     notes: tuple[str, ...] = ()
+    simulation: Simulation | None = None
 
     @property
     def ranks(self) -> int:
@@ -111,6 +132,23 @@ class Denominators:
             per_node_of_role=total / self.nodes_of_role,
             per_node_of_all=total / self.nodes_of_all,
         )
+
+
+def weighted_percentiles(values: NDArray[np.float64], counts: NDArray[np.int64]) -> Percentiles | None:
+    """`percentiles` of each value repeated `counts` times, without the repeating."""
+    total = int(counts.sum())
+    if not total:
+        return None
+    order = np.argsort(values, kind="stable")
+    ranked, ends = values[order], np.cumsum(counts[order])
+
+    def at(percent: float) -> float:
+        place = (total - 1) * percent / 100
+        low, high = ranked[np.searchsorted(ends, [int(place), min(int(place) + 1, total - 1)], side="right")]
+        return float(low + (high - low) * (place - int(place)))
+
+    mean = float((values * counts).sum() / total)
+    return Percentiles(count=total, mean=mean, p50=at(50), p90=at(90), p99=at(99))
 
 
 def percentiles(values: Sequence[float] | NDArray[np.float64]) -> Percentiles | None:

@@ -1,12 +1,15 @@
-"""RUN.json on disk: written whole or not at all, read strictly."""
+"""RUN.json on disk: written whole or not at all, read strictly; reports of version 1 are read as well."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from moe_runtime.errors import InputError
 from moe_runtime.files import write_atomically
-from moe_runtime.report.schema import SCHEMA_VERSION, Report
+from moe_runtime.report.schema import OLDEST_VERSION, SCHEMA_VERSION, Report
+
+_NEW_REASON = "the report is of schema version 1, which had no such field"
 
 
 class _Head(msgspec.Struct, frozen=True):
@@ -19,7 +22,7 @@ def save_report(path: Path, report: Report) -> None:
 
 
 def load_report(path: Path) -> Report:
-    """Read a report; InputError naming the file and field if it is not one, or of another schema version."""
+    """Read a report; InputError naming the file and field if it is none, or of an unknown schema version."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -28,11 +31,30 @@ def load_report(path: Path) -> Report:
         version = msgspec.json.decode(data, type=_Head).schema_version
     except msgspec.DecodeError as error:
         raise InputError(f"{path}: not a report of moe-runtime: {error}") from error
-    if version != SCHEMA_VERSION:
+    if not OLDEST_VERSION <= version <= SCHEMA_VERSION:
         raise InputError(
-            f"{path}: schema_version is {version}, this version of moe-runtime reads {SCHEMA_VERSION}"
+            f"{path}: schema_version is {version}, this version of moe-runtime reads"
+            f" {OLDEST_VERSION} to {SCHEMA_VERSION}"
         )
     try:
+        if version == 1:
+            return _from_version_1(msgspec.json.decode(data, type=dict[str, Any]))
         return msgspec.json.decode(data, type=Report)
-    except msgspec.DecodeError as error:
+    except msgspec.ValidationError as error:
         raise InputError(f"{path}: not a valid report: {error}") from error
+
+
+def _from_version_1(data: dict[str, Any]) -> Report:
+    """Measured, and without the fields that tell where time went. Raises ValidationError."""
+    deployments = data.get("deployments")
+    new = {"schema_version": SCHEMA_VERSION, "simulated": False, "simulation": None}
+    paths = ["simulation"]
+    for section in deployments if isinstance(deployments, list) else ():
+        if isinstance(section, dict):
+            fields = ("attribution", "timeline", "rank_loads")
+            section.update(dict.fromkeys(fields))
+            paths += [f"deployments.{section.get('name')}.{field}" for field in fields]
+    missing = data.get("missing")
+    if isinstance(missing, list):
+        missing += [{"path": path, "reason": _NEW_REASON} for path in paths]
+    return msgspec.convert({**data, **new}, type=Report)

@@ -1,4 +1,4 @@
-"""From request records to window, latencies and goodput: pure functions of the records.
+"""From outcomes of requests to window, latencies and goodput: pure functions.
 
 Every latency counts from the scheduled arrival, so a client that cannot keep up makes them
 worse, not better. Latencies belong to the requests that arrived in the window, wherever they
@@ -6,13 +6,11 @@ ended; tokens are counted where they arrived.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from moe_runtime.report.facts import Gaps, RunFacts, percentiles
-from moe_runtime.report.records import RequestRecord
+from moe_runtime.report.facts import Gaps, RunFacts, Span, percentiles
+from moe_runtime.report.outcomes import RequestOutcome
 from moe_runtime.report.schema import (
     Goodput,
     Latency,
@@ -23,6 +21,7 @@ from moe_runtime.report.schema import (
     WholeRun,
     Window,
 )
+from moe_runtime.report.tally import Evidence
 
 # A client this late has stopped being an open-loop client.
 _LATE_MS = 100.0
@@ -30,55 +29,36 @@ _LATE_MS = 100.0
 _SHORTEST_SECONDS = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A closed interval on the records' clock."""
-
-    start: float
-    end: float
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
-
-    def contains(self, times: NDArray[np.float64]) -> NDArray[np.bool_]:
-        return (times >= self.start) & (times <= self.end)
-
-    def has(self, time: float) -> bool:
-        return self.start <= time <= self.end
+def first_arrival(requests: Sequence[RequestOutcome]) -> float:
+    return min(r.scheduled_arrival for r in requests)
 
 
-def finished(record: RequestRecord) -> bool:
-    return record.finish_reason in ("stop", "length") and record.error is None and len(record.token_times) > 0
+def last_token(requests: Sequence[RequestOutcome]) -> float | None:
+    return max((r.last_token for r in requests if r.last_token is not None), default=None)
 
 
-def first_arrival(requests: Sequence[RequestRecord]) -> float:
-    return float(min(r.scheduled_arrival for r in requests))
+def whole_span(evidence: Evidence) -> Span:
+    """From the first scheduled arrival to the last arrival, token or step, whichever is last."""
+    requests = evidence.outcomes
+    ends = [max(r.scheduled_arrival for r in requests), last_token(requests), evidence.last_step_end]
+    return Span(first_arrival(requests), max(t for t in ends if t is not None))
 
 
-def last_token(requests: Sequence[RequestRecord]) -> float | None:
-    ends = [float(r.token_times[-1]) for r in requests if len(r.token_times)]
-    return max(ends, default=None)
-
-
-def choose_window(
-    facts: RunFacts, requests: Sequence[RequestRecord], step_ends: NDArray[np.float64], gaps: Gaps
-) -> tuple[Span, Window]:
+def choose_window(facts: RunFacts, evidence: Evidence, gaps: Gaps) -> tuple[Span, Window]:
     """From the end of warm-up to the last arrival; if that is under a second or holds no work, the whole run.
 
     Raises ValueError if there are no requests, or if not even the whole run took any time.
     """
+    requests = evidence.outcomes
     if not requests:
         raise ValueError("a report needs at least one request")
     origin = first_arrival(requests)
     start = origin if facts.warmup_end is None else max(origin, facts.warmup_end)
-    arrivals = Span(start, float(max(r.scheduled_arrival for r in requests)))
-    tokens = any(arrivals.has(t) for r in requests for t in r.token_times)
-    if arrivals.seconds >= _SHORTEST_SECONDS and (tokens or bool(arrivals.contains(step_ends).any())):
+    arrivals = Span(start, max(r.scheduled_arrival for r in requests))
+    if arrivals.seconds >= _SHORTEST_SECONDS and evidence.busy(arrivals):
         return arrivals, _describe(facts, arrivals, origin, whole_run=False, gaps=gaps)
 
-    ends = [arrivals.end, last_token(requests), step_ends.max() if len(step_ends) else None]
-    whole = Span(origin, float(max(t for t in ends if t is not None)))
+    whole = whole_span(evidence)
     if whole.seconds <= 0:
         raise ValueError("nothing happened after the first arrival: there is nothing to report")
     return whole, _describe(facts, whole, origin, whole_run=True, gaps=gaps)
@@ -111,12 +91,12 @@ def _describe(facts: RunFacts, span: Span, origin: float, *, whole_run: bool, ga
 
 
 def count_requests(
-    requests: Sequence[RequestRecord], arrived: Sequence[RequestRecord], preemptions: int, gaps: Gaps
+    requests: Sequence[RequestOutcome], arrived: Sequence[RequestOutcome], preemptions: int, gaps: Gaps
 ) -> Requests:
-    good = sum(finished(r) for r in requests)
+    good = sum(r.finished for r in requests)
     failed = len(requests) - good
     if failed:
-        bad = next(r for r in requests if not finished(r))
+        bad = next(r for r in requests if not r.finished)
         why = bad.error or "no token arrived"
         gaps.warn(f"{failed} of {len(requests)} requests failed; the first is request {bad.index}: {why}")
     return Requests(
@@ -124,30 +104,17 @@ def count_requests(
     )
 
 
-def ttft(record: RequestRecord) -> float:
-    """Seconds from the scheduled arrival to the first token."""
-    return float(record.token_times[0] - record.scheduled_arrival)
-
-
-def tpot(record: RequestRecord) -> float | None:
-    """(last - first) / (n - 1) seconds; None for a single token."""
-    n = len(record.token_times)
-    return float(record.token_times[-1] - record.token_times[0]) / (n - 1) if n > 1 else None
-
-
-def latencies(arrived: Sequence[RequestRecord], gaps: Gaps) -> Latency:
-    done = [r for r in arrived if finished(r)]
+def latencies(arrived: Sequence[RequestOutcome], itl_ms: Percentiles | None, gaps: Gaps) -> Latency:
+    """`itl_ms`: gaps between consecutive tokens of those that finished."""
+    done = [r for r in arrived if r.finished]
     none = "no request that arrived in the window finished"
     single = "no request that arrived in the window has more than one token"
-    gap_times = [np.diff(np.asarray(r.token_times, dtype=np.float64)) for r in done]
     lag = [r.sent - r.scheduled_arrival for r in arrived if r.sent is not None]
     table = Latency(
-        ttft_ms=_ms([ttft(r) for r in done], "latency.ttft_ms", none, gaps),
-        tpot_ms=_ms([t for r in done if (t := tpot(r)) is not None], "latency.tpot_ms", single, gaps),
-        itl_ms=_ms(np.concatenate(gap_times) if gap_times else [], "latency.itl_ms", single, gaps),
-        end_to_end_ms=_ms(
-            [r.token_times[-1] - r.scheduled_arrival for r in done], "latency.end_to_end_ms", none, gaps
-        ),
+        ttft_ms=_ms([r.ttft for r in done], "latency.ttft_ms", none, gaps),
+        tpot_ms=_ms([t for r in done if (t := r.tpot) is not None], "latency.tpot_ms", single, gaps),
+        itl_ms=gaps.given(itl_ms, "latency.itl_ms", single),
+        end_to_end_ms=_ms([r.whole for r in done], "latency.end_to_end_ms", none, gaps),
         send_lag_ms=_ms(lag, "latency.send_lag_ms", "no request that arrived in the window was sent", gaps),
     )
     if table.send_lag_ms is not None and table.send_lag_ms.p99 > _LATE_MS:
@@ -158,17 +125,15 @@ def latencies(arrived: Sequence[RequestRecord], gaps: Gaps) -> Latency:
     return table
 
 
-def _ms(
-    seconds: Sequence[float] | NDArray[np.float64], path: str, reason: str, gaps: Gaps
-) -> Percentiles | None:
+def _ms(seconds: Sequence[float], path: str, reason: str, gaps: Gaps) -> Percentiles | None:
     return gaps.given(percentiles(np.asarray(seconds, dtype=np.float64) * 1e3), path, reason)
 
 
-def request_rates(arrived: Sequence[RequestRecord], gaps: Gaps) -> RequestRates:
+def request_rates(arrived: Sequence[RequestOutcome], gaps: Gaps) -> RequestRates:
     """Tokens per second of single requests, whole and without the time to the first token."""
-    done = [r for r in arrived if finished(r)]
-    whole = [(len(r.token_times), r.token_times[-1] - r.scheduled_arrival) for r in done]
-    later = [(len(r.token_times) - 1, r.token_times[-1] - r.token_times[0]) for r in done]
+    done = [r for r in arrived if r.finished]
+    whole = [(r.num_tokens, r.whole) for r in done]
+    later = [(r.num_tokens - 1, r.decoding) for r in done]
     return RequestRates(
         end_to_end_tokens_per_second=gaps.given(
             percentiles([n / s for n, s in whole if s > 0]),
@@ -183,13 +148,13 @@ def request_rates(arrived: Sequence[RequestRecord], gaps: Gaps) -> RequestRates:
     )
 
 
-def goodput(arrived: Sequence[RequestRecord], slo: tuple[float, float], span: Span, gaps: Gaps) -> Goodput:
+def goodput(arrived: Sequence[RequestOutcome], slo: tuple[float, float], span: Span, gaps: Gaps) -> Goodput:
     """Requests that arrived in the window, finished and met both objectives.
 
     A request of a single token has no TPOT to miss.
     """
     ttft_ms, tpot_ms = slo
-    met = sum(finished(r) and ttft(r) * 1e3 <= ttft_ms and (tpot(r) or 0.0) * 1e3 <= tpot_ms for r in arrived)
+    met = sum(r.finished and r.ttft * 1e3 <= ttft_ms and (r.tpot or 0.0) * 1e3 <= tpot_ms for r in arrived)
     if not arrived:
         gaps.null("goodput.fraction", "no request arrived in the window")
     return Goodput(
@@ -201,10 +166,10 @@ def goodput(arrived: Sequence[RequestRecord], slo: tuple[float, float], span: Sp
     )
 
 
-def whole_run(requests: Sequence[RequestRecord], gaps: Gaps) -> WholeRun:
+def whole_run(requests: Sequence[RequestOutcome], gaps: Gaps) -> WholeRun:
     """From the first scheduled arrival to the last token, requests that finished only."""
-    done = [r for r in requests if finished(r)]
-    output = sum(len(r.token_times) for r in done)
+    done = [r for r in requests if r.finished]
+    output = sum(r.num_tokens for r in done)
     prompt = sum(r.prompt_tokens for r in done)
     end = last_token(done)
     seconds = None if end is None else end - first_arrival(requests)
@@ -222,16 +187,20 @@ def whole_run(requests: Sequence[RequestRecord], gaps: Gaps) -> WholeRun:
     )
 
 
-def request_log(requests: Sequence[RequestRecord]) -> tuple[RequestRow, ...]:
+def request_log(requests: Sequence[RequestOutcome]) -> tuple[RequestRow, ...]:
     """Every request in the order given, for whoever wants to compute something else."""
     origin = first_arrival(requests)
+
+    def since(time: float | None) -> float | None:
+        return None if time is None else time - origin
+
     return tuple(
         RequestRow(
             index=r.index,
-            arrival=float(r.scheduled_arrival - origin),
-            sent=None if r.sent is None else float(r.sent - origin),
-            first_token=float(r.token_times[0] - origin) if len(r.token_times) else None,
-            last_token=float(r.token_times[-1] - origin) if len(r.token_times) else None,
+            arrival=r.scheduled_arrival - origin,
+            sent=since(r.sent),
+            first_token=since(r.first_token),
+            last_token=since(r.last_token),
             prompt_tokens=r.prompt_tokens,
             cached_tokens=r.cached_tokens,
             output_tokens=r.output_tokens,

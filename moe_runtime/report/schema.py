@@ -9,7 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
-SCHEMA_VERSION = 1
+from moe_runtime.report.schema_time import Attribution, RankLoads, Simulation, Timeline
+
+SCHEMA_VERSION = 2
+OLDEST_VERSION = 1  # that is read: see files.py
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,6 +230,9 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     hidden: float | None
     overlap: OverlapUse
     per_rank: tuple[RankUse, ...]
+    attribution: Attribution | None
+    timeline: Timeline | None
+    rank_loads: RankLoads | None
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,6 +265,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     created: str
     version: str
     commit: str | None
+    simulated: bool
+    simulation: Simulation | None
     machine: Machine
     plan_digest: str
     plan: dict[str, Any]

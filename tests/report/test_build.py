@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.report import balance
+from moe_runtime.report import balance, schema_time
 from moe_runtime.report.build import build_report
 
 
@@ -262,6 +262,16 @@ def nulls(value, path=""):
     return set()
 
 
+def without_timelines(report):
+    """The columns of timelines taken out, timelines that are null left in."""
+    cut = [
+        msgspec.structs.replace(d, timeline=d.timeline and msgspec.structs.replace(d.timeline, **empty))
+        for d in report.deployments
+        for empty in [dict.fromkeys(schema_time.Timeline.__struct_fields__[1:], ())]
+    ]
+    return msgspec.structs.replace(report, deployments=tuple(cut))
+
+
 def test_every_null_has_a_reason_and_every_reason_a_null(make):
     facts, requests, steps = make.run()
     failed = [make.request(0, 0.0, [], finish_reason="error", error="refused", sent=None)]
@@ -278,8 +288,9 @@ def test_every_null_has_a_reason_and_every_reason_a_null(make):
     ]
     for case in cases:
         report = build(*case)
-        # The plan is the user's; a null of the log is something that did not happen.
-        report = msgspec.structs.replace(report, plan={}, request_log=())
+        # The plan is the user's; a null of the log is something that did not happen, and one in a
+        # timeline's column a bucket without steps.
+        report = without_timelines(msgspec.structs.replace(report, plan={}, request_log=()))
         found = nulls(msgspec.to_builtins(report))
         assert found == {m.path for m in report.missing}
         assert len(report.missing) == len(found)
@@ -363,3 +374,49 @@ def test_totals_are_the_sums_of_their_parts(make, rows):
     for name in ("new_prefill", "cached_prefill"):
         by_rank = sum(getattr(r, f"{name}_tokens_per_second") for d in report.deployments for r in d.per_rank)
         assert getattr(report.system.throughput, name).total == pytest.approx(by_rank)
+
+
+def test_rank_loads_before_and_after_experts_moved(make):
+    loads = [[[6, 1, 1], [6, 1, 1], [4, 1, 1]], [[2, 1, 1], [2, 1, 1], [4, 1, 3]]]
+    ranks = [
+        make.steps(
+            "unified/0",
+            rank,
+            [dict(received_rows=rows, placement_epoch=int(s == 2)) for s, rows in enumerate(steps)],
+        )
+        for rank, steps in enumerate(loads)
+    ]
+    requests = [alone(make, 0, 0.0, [1.0]), alone(make, 1, 10.0, [10.5])]
+    found = section(build(unified(make, 2), requests, ranks), "unified").rank_loads
+    assert found.before == ((1.5, 0.5), (1.0, 1.0), (1.0, 1.0))
+    assert found.after == ((1.0, 1.0), (1.0, 1.0), (0.5, 1.5))
+    still = [r.select(r.step < 2) for r in ranks]
+    report = build(unified(make, 2), requests, still)
+    assert section(report, "unified").rank_loads.after == found.before
+    assert {m.path: m.reason for m in report.missing}["deployments.unified.rank_loads.before"] == (
+        "experts did not move in the window"
+    )
+
+
+def test_timeline_shares_work_out_by_time(make):
+    """Ten seconds in 200 buckets of 50 ms; a step of a second fills twenty."""
+    rows = [
+        dict(start=1.0, wall=1.0, prefill_tokens=40, kv_used_blocks=50),
+        dict(start=2.0, wall=0.025, decode_tokens=4, kv_used_blocks=10),
+        dict(start=2.025, wall=0.025, decode_tokens=2, kv_used_blocks=30),
+    ]
+    requests = [alone(make, 0, 0.0, [2.0, 2.05]), alone(make, 1, 10.0, [])]
+    t = section(build(unified(make, 1), requests, [make.steps("unified/0", 0, rows)]), "unified").timeline
+    assert t.bucket_seconds == pytest.approx(0.05)
+    assert t.prefill_tokens_per_second[20:40] == pytest.approx([40.0] * 20)
+    assert sum(t.prefill_tokens_per_second) * 0.05 == pytest.approx(40)
+    assert t.decode_rows_per_second[40] == pytest.approx(6 / 0.05)
+    assert (t.batch[40], t.kv_fraction[40], t.kv_fraction[30]) == pytest.approx((3, 0.2, 0.5))
+    assert (t.batch[0], t.batch[41], t.active_fraction[30], t.active_fraction[41]) == (
+        None,
+        None,
+        pytest.approx(1),
+        0,
+    )
+    assert t.queue[:40] == pytest.approx([1.0] * 40)
+    assert sum(t.queue[40:]) == pytest.approx(0, abs=1e-9)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from moe_runtime.errors import InputError
-from moe_runtime.report import schema
+from moe_runtime.report import schema, schema_time
 from moe_runtime.report.build import build_report
 from moe_runtime.report.files import load_report, save_report
 from moe_runtime.report.machine import _memory_bytes, read_commit, read_machine
@@ -28,7 +28,7 @@ def test_a_report_survives_the_disk(saved):
     path, report = saved
     assert load_report(path) == report
     assert [p.name for p in path.parent.iterdir()] == ["RUN.json"]
-    assert path.read_text().startswith('{\n  "schema_version": 1,')
+    assert path.read_text().startswith('{\n  "schema_version": 2,')
 
 
 def test_failed_write_leaves_the_old_report(saved, monkeypatch):
@@ -48,7 +48,8 @@ def test_failed_write_leaves_the_old_report(saved, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(schema_version=2), "schema_version is 2, this version of moe-runtime reads 1"),
+        (lambda d: d.update(schema_version=3), "is 3, this version of moe-runtime reads 1 to 2"),
+        (lambda d: d.update(schema_version=1, window=1), "window"),
         (lambda d: d.pop("schema_version"), "schema_version"),
         (lambda d: d.pop("window"), "window"),
         (lambda d: d.update(surprise=1), "surprise"),
@@ -66,6 +67,29 @@ def test_what_is_not_a_report_of_this_version_is_refused(saved, change, message)
     assert str(path) in str(raised.value)
 
 
+def test_a_report_of_version_1_is_read_and_says_what_it_lacks(saved):
+    path, report = saved
+    data = json.loads(path.read_bytes())
+    for name in ("simulated", "simulation"):
+        del data[name]
+    for section in data["deployments"]:
+        for name in ("attribution", "timeline", "rank_loads"):
+            del section[name]
+    new = ("simulation", "attribution", "timeline", "rank_loads")
+    data["missing"] = [m for m in data["missing"] if m["path"].split(".")[-1] not in new]
+    path.write_text(json.dumps({**data, "schema_version": 1}))
+    old = load_report(path)
+    assert not old.simulated
+    assert old.latency == report.latency
+    lacking = {m.path for m in old.missing if "version 1" in m.reason}
+    assert lacking == {
+        "simulation",
+        *(f"deployments.{d}.{name}" for d in ("prefill", "decode") for name in new[1:]),
+    }
+    save_report(path, old)
+    assert load_report(path) == old
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "PK\x03\x04"])
 def test_other_files_are_refused(tmp_path, text):
     path = tmp_path / "other.json"
@@ -79,7 +103,8 @@ def test_other_files_are_refused(tmp_path, text):
 
 
 def structs():
-    found = [v for v in vars(schema).values() if isinstance(v, type) and issubclass(v, msgspec.Struct)]
+    names = {**vars(schema), **vars(schema_time)}
+    found = [v for v in names.values() if isinstance(v, type) and issubclass(v, msgspec.Struct)]
     return [v for v in found if v is not msgspec.Struct]
 
 
