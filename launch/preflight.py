@@ -17,6 +17,7 @@ from moe_runtime.plan.resolve import resolve
 from moe_runtime.plan.unavailable import unavailable_to_run
 from moe_runtime.plan.validate import validate
 from moe_runtime.report.machine import read_machine
+from moe_runtime.spec.catalog import CATALOG, catalog_name
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.spec.weights import TensorTarget
 
@@ -24,7 +25,7 @@ from moe_runtime.spec.weights import TensorTarget
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
     """A valid plan and the model it serves. `obstacles` keep it from running on this machine; `placements`
-    are what its deployments start with.
+    are what its deployments start with. A model of the catalog has no `targets`.
     """
 
     loaded: LoadedPlan
@@ -45,16 +46,17 @@ def preflight(
     leave it out.
     """
     loaded = load_plan(plan_path, overrides)
-    dtype = loaded.plan.model.dtype
-    model = read_spec(Path(loaded.plan.model.path), None if dtype == "auto" else dtype)
+    path, dtype = loaded.plan.model.path, loaded.plan.model.dtype
+    name = catalog_name(path)
+    model = CATALOG[name] if name is not None else read_spec(Path(path), None if dtype == "auto" else dtype)
     effective = resolve(loaded.plan, model)
     memory = read_machine(hardware="", device="").memory_bytes
     budgets = validate(loaded, effective, model, host_memory_bytes=memory)
     obstacles = tuple(unavailable_to_run(effective, lambda package: find_spec(package) is not None))
     if to_run:
         loaded.raise_problems(obstacles)
-    targets = tensor_targets(model)
-    if check_tensors:
+    targets = tensor_targets(model) if name is None else ()
+    if check_tensors and name is None:
         with Checkpoint.open(Path(effective.model.path)) as checkpoint:
             checkpoint.validate(targets, lambda name: skipped_tensor(model, name))
     return Preflight(

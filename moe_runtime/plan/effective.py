@@ -20,7 +20,9 @@ ModeChoice = DispatchMode | Literal["per_step"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveModel:
-    """`path` is absolute; `dtype` is the dtype the weights are held and computed in."""
+    """`path` is absolute, or `catalog:NAME`; `dtype` is that of activations and of weights that are not
+    quantised.
+    """
 
     path: str
     dtype: str

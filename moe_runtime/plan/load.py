@@ -18,6 +18,7 @@ from moe_runtime.plan.plan_rules import plan_problems
 from moe_runtime.plan.problems import Path, Problem, dotted, raise_problems, shorten
 from moe_runtime.plan.schema import DEPLOYMENT_NAMES, DeploymentSection, Plan
 from moe_runtime.plan.yaml_tree import parse
+from moe_runtime.spec.catalog import catalog_name
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -41,7 +42,8 @@ COMMAND_LINE = Origin(kind="command line")
 class LoadedPlan:
     """A plan that is valid by itself.
 
-    `plan.model.path` is absolute. `origins` has every key that holds a value, dotted.
+    `plan.model.path` is absolute, or names a model of the catalog. `origins` has every key that holds a
+    value, dotted.
     """
 
     path: FilePath
@@ -78,13 +80,15 @@ def load_plan(path: FilePath, overrides: Sequence[str] = ()) -> LoadedPlan:
         draft.problems += plan_problems(plan)
     draft.raise_problems()
     folder = path.resolve().parent
-    section = plan.model.model_copy(update={"path": str((folder / plan.model.path).resolve())})
+    model = plan.model
+    if catalog_name(model.path) is None:
+        model = model.model_copy(update={"path": str((folder / model.path).resolve())})
     origins = {dotted(p): draft.origins.get(p, DEFAULT) for p in leaf_paths(list(plan.deployments))}
     return LoadedPlan(
         path=path,
         plan=plan.model_copy(
             update={
-                "model": section,
+                "model": model,
                 "deployments": {name: _placed(d, folder) for name, d in plan.deployments.items()},
             }
         ),

@@ -8,6 +8,7 @@ from moe_runtime.plan.keys import DEPLOYMENTS
 from moe_runtime.plan.problems import Path, Problem
 from moe_runtime.plan.schema import DeploymentSection, Plan
 from moe_runtime.plan.unavailable import unavailable
+from moe_runtime.spec.catalog import CATALOG, PREFIX, catalog_name
 from moe_runtime.spec.hardware import HARDWARE
 
 
@@ -16,6 +17,7 @@ def plan_problems(plan: Plan) -> Iterator[Problem]:
     dtype = None if plan.model.dtype == "auto" else plan.model.dtype
     yield from unavailable(plan, tuple(plan.deployments.items()), dtype)
     yield from _text(plan)
+    yield from _catalog(plan)
     yield from _hardware(plan)
     names = list(_deployment_names(plan))
     yield from names or _ranks(plan)
@@ -35,6 +37,16 @@ def _text(plan: Plan) -> Iterator[Problem]:
     for path, value in ((("model", "path"), plan.model.path), (("server", "host"), plan.server.host)):
         if not value.isprintable():
             yield Problem(path=path, text="has unprintable characters", value=value, hint="leave them out")
+
+
+def _catalog(plan: Plan) -> Iterator[Problem]:
+    name = catalog_name(plan.model.path)
+    if name is None or name in CATALOG:
+        return
+    near = get_close_matches(name[:80], CATALOG, n=1, cutoff=0.5)
+    hint = f"did you mean {PREFIX}{near[0]}?" if near else "known: " + ", ".join(CATALOG)
+    text = "is not a model of the catalog"
+    yield Problem(path=("model", "path"), text=text, value=plan.model.path, hint=hint)
 
 
 def _hardware(plan: Plan) -> Iterator[Problem]:

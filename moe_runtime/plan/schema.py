@@ -30,7 +30,12 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    """`path`: the checkpoint's folder; a relative one starts at the plan file's folder."""
+    """What is served.
+
+    path   the checkpoint's folder; a relative one starts at the plan file's folder. `catalog:NAME` stands
+           for a known model's sizes and published precision (`spec.catalog`): all but running it works
+    dtype  of activations, and of weights that are not quantised
+    """
 
     path: Text
     dtype: Auto | ModelDtype = "auto"

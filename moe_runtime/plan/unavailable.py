@@ -14,6 +14,7 @@ from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.plan.keys import ANY_DEPLOYMENT, DEPLOYMENTS
 from moe_runtime.plan.problems import Path, Problem
 from moe_runtime.plan.schema import MODEL_DTYPES
+from moe_runtime.spec.catalog import catalog_name
 
 MODEL_DTYPE = "<the model's dtype>"
 
@@ -56,6 +57,13 @@ def unavailable_to_run(effective: EffectivePlan, installed: Callable[[str], bool
 
     `installed` tells of a package by its import name.
     """
+    if catalog_name(effective.model.path) is not None:
+        yield Problem(
+            path=("model", "path"),
+            text="names a model of the catalog, which has sizes but no weights",
+            value=effective.model.path,
+            hint="set it to the folder of a checkpoint: --set model.path=DIR",
+        )
     yield from _broken(RULES_TO_RUN, effective, tuple(effective.by_name.items()), effective.model.dtype)
     if installed(PACKAGE):
         return

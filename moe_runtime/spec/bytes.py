@@ -4,7 +4,7 @@ Pure arithmetic on ModelSpec and integers. Owns no policy: which numbers go in i
 business. H hidden, E experts, S slots, R ranks, K top-k, T tokens, V vocabulary, I intermediate.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -13,7 +13,7 @@ from moe_runtime.spec.model import DTYPE_BYTES, MlaSpec, ModelSpec
 GIB = 2**30
 FP8_BLOCK = 128
 WIRE_BYTES: Mapping[str, int] = MappingProxyType({**DTYPE_BYTES, "float8_e4m3": 1})
-"""Bytes of a value as dispatched, scales aside."""
+"""Bytes of a value as dispatched or quantised, scales aside."""
 LOW_LATENCY_LIMIT_BYTES = 32 * GIB
 """Size beyond which operators found DeepEP's low-latency buffer refused."""
 
@@ -75,30 +75,81 @@ def parameter_counts(model: ModelSpec) -> ParameterCounts:
     )
 
 
-def attention_parameters(model: ModelSpec) -> int:
-    """Parameters of one layer's attention: projections, latent or head norms, biases."""
+def attention_matrices(model: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of one layer's projections, as a checkpoint stores them."""
     a, h = model.attention, model.hidden
     if isinstance(a, MlaSpec):
         queries = a.num_heads * a.qk_head_dim
-        q = h * a.q_lora_rank + a.q_lora_rank + a.q_lora_rank * queries if a.q_lora_rank else h * queries
-        kv_a = h * (a.kv_lora_rank + a.qk_rope_head_dim) + a.kv_lora_rank
-        kv_b = a.kv_lora_rank * a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
-        return q + kv_a + kv_b + a.num_heads * a.v_head_dim * h
-    rows = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        q = ((a.q_lora_rank, h), (queries, a.q_lora_rank)) if a.q_lora_rank else ((queries, h),)
+        kv_b = a.num_heads * (a.qk_nope_head_dim + a.v_head_dim)
+        return (*q, (a.kv_entry, h), (kv_b, a.kv_lora_rank), (h, a.num_heads * a.v_head_dim))
+    heads, kv_heads = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    return ((heads, h), (kv_heads, h), (kv_heads, h), (h, heads))
+
+
+def attention_parameters(model: ModelSpec) -> int:
+    """Parameters of one layer's attention: projections, latent or head norms, biases."""
+    a, projections = model.attention, sum(n * k for n, k in attention_matrices(model))
+    if isinstance(a, MlaSpec):
+        return projections + a.q_lora_rank + a.kv_lora_rank
     norms = 2 * a.head_dim if a.qk_norm else 0
-    bias = rows if a.qkv_bias else 0
-    return rows * h + bias + norms + a.num_heads * a.head_dim * h
+    bias = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim if a.qkv_bias else 0
+    return projections + bias + norms
+
+
+def mlp_matrices(model: ModelSpec, intermediate: int) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of a gated MLP: gate, up, down; none of size 0."""
+    h = model.hidden
+    return ((intermediate, h), (intermediate, h), (h, intermediate)) if intermediate else ()
 
 
 def replicated_weight_bytes(model: ModelSpec, dtype: str) -> int:
-    """Bytes of the weights every rank holds: all but the experts in slots."""
-    counts = parameter_counts(model)
-    return counts.replicated * DTYPE_BYTES[dtype] + counts.replicated_fp32 * DTYPE_BYTES["float32"]
+    """Bytes of the weights every rank holds: all but the experts in slots.
+
+    `dtype` is that of weights which are not quantised.
+    """
+    counts, moe = parameter_counts(model), model.moe
+    whole = counts.replicated * DTYPE_BYTES[dtype] + counts.replicated_fp32 * DTYPE_BYTES["float32"]
+    dense = model.num_layers - model.num_moe_layers
+    return (
+        whole
+        - model.num_layers * _saved(model, dtype, attention_matrices(model))
+        - dense * _saved(model, dtype, mlp_matrices(model, model.dense_intermediate))
+        - model.num_moe_layers * _saved(model, dtype, mlp_matrices(model, moe.shared_intermediate))
+    )
 
 
 def slot_bytes(model: ModelSpec, dtype: str) -> int:
     """Bytes of one slot in all MoE layers together: gate, up and down of one expert per layer."""
-    return model.num_moe_layers * parameter_counts(model).expert * DTYPE_BYTES[dtype]
+    expert = parameter_counts(model).expert * DTYPE_BYTES[dtype]
+    saved = _saved(model, dtype, mlp_matrices(model, model.moe.intermediate))
+    return model.num_moe_layers * (expert - saved)
+
+
+def draft_bytes(model: ModelSpec, dtype: str) -> tuple[int, int]:
+    """Multi-token prediction: bytes of (what every rank holds, one slot), all draft layers together.
+
+    A draft layer is a MoE layer, a projection [H, 2H] in `dtype` of the joined norms of embedding and hidden
+    state, and a norm before the logits; embedding and logits are the model's own (DeepSeek-V3 report, 2.2).
+    """
+    moe, h, size = model.moe, model.hidden, DTYPE_BYTES[dtype]
+    shared = mlp_matrices(model, moe.shared_intermediate)
+    parameters = attention_parameters(model) + moe.num_experts * h + sum(n * k for n, k in shared)
+    parameters += 2 * h * h + 5 * h
+    saved = _saved(model, dtype, attention_matrices(model)) + _saved(model, dtype, shared)
+    biases = moe.num_experts * DTYPE_BYTES["float32"] if moe.router.correction_bias else 0
+    layers, slot = model.mtp_layers, slot_bytes(model, dtype) // model.num_moe_layers
+    return layers * (parameters * size - saved + biases), layers * slot
+
+
+def _saved(model: ModelSpec, dtype: str, matrices: Iterable[tuple[int, int]]) -> int:
+    """Bytes by which quantised matrices, scales included, are smaller than in `dtype`."""
+    q = model.quantization
+    if q is None:
+        return 0
+    rows, columns = q.block
+    smaller = DTYPE_BYTES[dtype] - WIRE_BYTES[q.dtype]
+    return sum(n * k * smaller - 4 * -(-n // rows) * -(-k // columns) for n, k in matrices)
 
 
 def local_dispatch_bytes(*, max_tokens: int, top_k: int, hidden: int, dtype_bytes: int) -> int:

@@ -51,6 +51,21 @@ class GqaSpec:
         return 2 * self.num_kv_heads * self.head_dim
 
 
+AttentionSpec = MlaSpec | GqaSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationSpec:
+    """How the weights of linear layers are stored where that is not the model's dtype.
+
+    Values of `dtype`, and a float32 scale for each block of (rows, columns). Of attention, MLPs and experts;
+    embeddings, logits, norms, routers and biases keep the model's dtype.
+    """
+
+    dtype: Literal["float8_e4m3"]
+    block: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding over `dim` values of a head.
@@ -127,7 +142,7 @@ class ModelSpec:
     """Everything the runtime needs to know of a model besides its weights.
 
     `moe_layers` are the global indices of the layers that have experts; the others have a
-    dense MLP of `dense_intermediate`.
+    dense MLP of `dense_intermediate`. `quantization` None: all weights have the model's dtype.
     """
 
     family: str
@@ -136,7 +151,7 @@ class ModelSpec:
     num_layers: int
     max_positions: int
     norm_eps: float
-    attention: MlaSpec | GqaSpec
+    attention: AttentionSpec
     rope: RopeSpec
     moe: MoeSpec
     moe_layers: tuple[int, ...]
@@ -146,6 +161,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None
     mtp_layers: int = 0
+    quantization: QuantizationSpec | None = None
 
     @property
     def softmax_scale(self) -> float:
@@ -157,6 +173,10 @@ class ModelSpec:
     @property
     def num_moe_layers(self) -> int:
         return len(self.moe_layers)
+
+    def weight_dtype(self, dtype: str) -> str:
+        """Dtype of the linear layers' weights where the model computes in `dtype`."""
+        return dtype if self.quantization is None else self.quantization.dtype
 
 
 def serve_shared_in_slots(model: ModelSpec) -> ModelSpec:

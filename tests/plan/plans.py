@@ -7,6 +7,7 @@ from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.plan.load import LoadedPlan, load_plan
 from moe_runtime.plan.resolve import resolve
 from moe_runtime.plan.validate import validate
+from moe_runtime.spec.catalog import CATALOG, catalog_name
 from moe_runtime.spec.model import ModelSpec
 from tests.spec.model_specs import SMALL_DEEPSEEK
 
@@ -48,10 +49,12 @@ def checked(
     folder: Path,
     text: str,
     *overrides: str,
-    model: ModelSpec = SMALL_DEEPSEEK,
+    model: ModelSpec | None = None,
     host_memory_bytes: int | None = 64 * GIB,
 ) -> tuple[LoadedPlan, EffectivePlan, tuple[MemoryBudget, ...]]:
-    """What the command line does with a plan, the model given."""
+    """What the command line does with a plan; the model is given, the catalog's, or a small one."""
     loaded = load(folder, text, *overrides)
+    if model is None:
+        model = CATALOG.get(catalog_name(loaded.plan.model.path) or "", SMALL_DEEPSEEK)
     plan = resolve(loaded.plan, model)
     return loaded, plan, validate(loaded, plan, model, host_memory_bytes=host_memory_bytes)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import InputError
-from moe_runtime.virtual.catalog import CATALOG, DEEPSEEK_V3, QWEN3_235B
+from moe_runtime.spec.catalog import CATALOG, DEEPSEEK_V3, QWEN3_235B
 from moe_runtime.virtual.cost.balance import Drift, draw_balance
 from moe_runtime.virtual.cost.constants import constants
 from moe_runtime.virtual.cost.deployment import Setting

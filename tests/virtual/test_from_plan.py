@@ -1,6 +1,6 @@
 """A plan's deployments as the cost model sees them."""
 
-from moe_runtime.virtual.catalog import DEEPSEEK_V3
+from moe_runtime.spec.catalog import DEEPSEEK_V3
 from moe_runtime.virtual.cost.from_plan import plan_setting
 from moe_runtime.virtual.cost.model import CostModel
 from moe_runtime.virtual.cost.shapes import decode_step, prefill_step

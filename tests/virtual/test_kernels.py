@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import yaml
 
-from moe_runtime.virtual.catalog import DEEPSEEK_V3
+from moe_runtime.spec.catalog import DEEPSEEK_V3
 from moe_runtime.virtual.cost.constants import constants
 from moe_runtime.virtual.cost.deployment import Precision, Setting
 from moe_runtime.virtual.cost.links import distinct_nodes, distinct_ranks, make_links

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from moe_runtime.errors import InputError
 from moe_runtime.placement.placement import Placement
 from moe_runtime.spec.bytes import slots_per_rank
-from moe_runtime.virtual.catalog import CATALOG
+from moe_runtime.spec.catalog import CATALOG
 from moe_runtime.virtual.cost.balance import EVEN_BALANCE, Balance, Drift, draw_balance
 from moe_runtime.virtual.cost.constants import Constants, read_yaml
 from moe_runtime.virtual.cost.deployment import Setting
