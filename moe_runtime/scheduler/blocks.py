@@ -8,6 +8,7 @@ good and may be shared again until the block is needed for something else, the l
 Only complete blocks get keys and a complete block is never written again, so sharing needs no copies.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
@@ -21,7 +22,9 @@ class BlockPool:
     def __init__(self, total: int) -> None:
         self.total = total
         self._blank = list(range(total - 1, -1, -1))
-        self._holders = np.zeros(total, np.int32)
+        # Single blocks are counted in the array, all of them together through the view of it.
+        self._holders = array("i", bytes(4 * total))
+        self._all_holders = np.frombuffer(self._holders, np.int32)
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -39,12 +42,12 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        return int(np.count_nonzero(self._holders))
+        return int(np.count_nonzero(self._all_holders))
 
     @property
     def num_holds(self) -> int:
         """Sum over the blocks of their holders."""
-        return int(self._holders.sum())
+        return int(self._all_holders.sum())
 
     def can_allocate(self, count: int) -> bool:
         return count <= self.num_free
@@ -52,20 +55,25 @@ class BlockPool:
     def allocate(self, count: int) -> NDArray[np.int32]:
         """int32 [count] block indices with one holder each; the caller has asked `can_allocate`."""
         assert self.can_allocate(count), f"{count} blocks asked, {self.num_free} free"
-        taken = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
-        blocks = np.array(taken, np.int32)
-        self._holders[blocks] = 1
-        return blocks
+        return np.array([self.allocate_one() for _ in range(count)], np.int32)
+
+    def allocate_one(self) -> int:
+        """A block with one holder; the caller has asked `can_allocate`."""
+        block = self._blank.pop() if self._blank else self._evict()
+        self._holders[block] = 1
+        return block
 
     def free(self, blocks: Sequence[int] | NDArray[np.int32]) -> None:
         """One holder fewer for each block, given in token order. Freeing a free block is our own bug.
 
         The ends of a prefix go idle before its beginning, so they are evicted first.
         """
-        for block in reversed([int(b) for b in blocks]):
-            assert self._holders[block] > 0, f"block {block} freed twice"
-            self._holders[block] -= 1
-            if self._holders[block]:
+        order = blocks.tolist() if isinstance(blocks, np.ndarray) else blocks
+        holders = self._holders
+        for block in reversed(order):
+            assert holders[block] > 0, f"block {block} freed twice"
+            holders[block] -= 1
+            if holders[block]:
                 continue
             if block in self._key_of:
                 self._idle[block] = None
@@ -101,6 +109,14 @@ class BlockPool:
         for block in blocks:
             self._holders[block] += 1
             self._idle.pop(block, None)
+
+    def forget(self) -> None:
+        """Contents are out of date: nothing is found any more, and idle blocks are blank."""
+        self._blank.extend(self._idle)
+        self._stale.update(self._idle)
+        self._idle.clear()
+        self._key_of.clear()
+        self._block_of.clear()
 
     # -- checks -------------------------------------------------------------------------------
 

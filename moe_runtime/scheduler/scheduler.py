@@ -151,7 +151,7 @@ class Scheduler:
     def pulled(self, sequence: Sequence, *, ok: bool) -> None:
         """The KV of a transferred sequence arrived (`ok`), or must be recomputed here."""
         if sequence.state is State.FINISHED:  # aborted while its KV was on the way
-            self.pool.free(self.table.leave(sequence.row))
+            self.pool.free(self._leave(sequence.row))
             return
         sequence.state = State.RUNNING
         self.table.ready[sequence.row] = True
@@ -159,6 +159,17 @@ class Scheduler:
             self._keep(sequence)
         else:
             self.table.num_computed[sequence.row] = 0
+
+    def forget_kv(self) -> None:
+        """The weights change: running sequences begin anew with the tokens they have, and no prefix is found.
+
+        Nothing is in flight. What was proposed is not built: the next call is `propose`.
+        """
+        for sequence in list(self.table.sequences):
+            if sequence is not None and self.table.ready[sequence.row]:
+                self._send_back(sequence)
+        self.pool.forget()
+        self._decode = self._decode[:0]
 
     def take_started_pulls(self) -> list[Sequence]:
         """Transferred sequences admitted since the last call: their blocks wait for KV."""
@@ -195,17 +206,9 @@ class Scheduler:
 
         `chunk_tokens` bounds the prefill, the limits' own if None.
         """
-        chunk = self.limits.chunk_tokens if chunk_tokens is None else chunk_tokens
-        room = max(0, min(chunk, token_level - len(self._decode)))
-        chunks: list[tuple[int, int]] = []
-        for row in self.table.prefill_rows():
-            count = min(room, int(self.table.num_tokens[row] - self.table.num_computed[row]))
-            if count == 0:
-                break
-            chunks.append((int(row), count))
-            room -= count
+        chunks = self._chunks(token_level, chunk_tokens)
         again = sum(self._recomputed(row, count) for row, count in chunks)
-        inputs, sample_rows = self.rows.build(self._decode, chunks)
+        inputs, sample_rows = self.rows.build(self.table.in_order(self._decode), chunks)
         sampled = []
         for index, row in enumerate(sample_rows):
             sequence = self.table.sequences[row]
@@ -214,13 +217,8 @@ class Scheduler:
             self.table.num_tokens[row] += 1
             self.table.last_sample[row] = index
             sampled.append(sequence)
-        for row, _ in chunks:
-            sequence = self.table.sequences[row]
-            assert sequence is not None
-            self._keep(sequence)
-        self.step += 1
-        self._decode = self._decode[:0]
-        cached, self._cached_tokens = self._cached_tokens, 0
+        self._built(chunks)
+        cached = self._take_cached()
         return Scheduled(
             inputs=inputs,
             sampled=tuple(sampled),
@@ -251,66 +249,6 @@ class Scheduler:
             events.append(self._event(sequence, index, token))
         return events
 
-    # -- many steps at once ----------------------------------------------------------------------
-
-    def horizon(self) -> int:
-        """Steps that `advance` may take at once: decode only, nobody finishes, no block runs out.
-
-        0 when the next step needs the whole of `propose`, `build` and `commit`: there is prefill,
-        something waits and could be admitted, a sample is in flight, or there is nothing to run.
-        """
-        table = self.table
-        rows = table.decode_rows()
-        pending = any(s is not None and s.pending for s in table.sequences)
-        if not len(rows) or len(table.prefill_rows()) or pending or self.waiting:
-            return 0
-        # The step in which a sequence gets its last token ends it, so it is not one of these.
-        steps = int((table.max_tokens[rows] - table.num_tokens[rows]).min()) - 1
-        low, high = 0, max(0, steps)
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self._missing_blocks(rows, middle).sum() <= self.pool.num_free:
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
-    def advance(self, steps: int) -> None:
-        """Equal to `steps` single decode steps whose samples are all 0 and end nothing.
-
-        `steps` is at most `horizon()`. Blocks are allocated in bulk. For the virtual cluster, where
-        tokens have no meaning.
-        """
-        table, size = self.table, self.limits.block_tokens
-        rows = table.decode_rows()
-        # What touches the pool, in the order of single steps: (step, block needed or unit complete, place).
-        events: list[tuple[int, int, int]] = []
-        for place, row in enumerate(rows):
-            sequence = table.sequences[row]
-            assert sequence is not None
-            computed, known = int(table.num_computed[row]), int(table.num_tokens[row])
-            first = int(table.num_blocks[row]) * size + 1 - known
-            events += [(step, 0, place) for step in range(first, steps, size)]
-            unit = self.prefix.unit_tokens
-            events += [
-                (tokens - computed - 1, 1, place)
-                for tokens in range(sequence.keep_at, computed + steps + 1, unit)
-            ]
-            sequence.num_known += steps
-        for step, complete, place in sorted(events):
-            row = rows[place]
-            sequence = table.sequences[row]
-            assert sequence is not None
-            if complete:
-                self._keep(sequence, computed=int(table.num_computed[row]) + step + 1)
-            else:
-                table.add_blocks(row, self.pool.allocate(1))
-        table.num_tokens[rows] += steps
-        table.num_computed[rows] += steps
-        self.step += steps
-        if steps:
-            table.last_token[rows] = 0
-
     def take_preemptions(self) -> int:
         """Preemptions since the last call."""
         count, self._preemptions = self._preemptions, 0
@@ -336,14 +274,14 @@ class Scheduler:
                 sequence=sequence, sample=sample, token=token, kind="finished", finish_reason=reason
             )
         if sequence.handoff:
-            blocks = self.table.leave(sequence.row)
+            blocks = self._leave(sequence.row)
             self._forget(sequence)
             return TokenEvent(sequence=sequence, sample=sample, token=token, kind="handoff", blocks=blocks)
         return TokenEvent(sequence=sequence, sample=sample, token=token, kind="token")
 
     def _end(self, sequence: Sequence, *, keep_row: bool = False) -> None:
         if sequence.row >= 0 and not keep_row:
-            self.pool.free(self.table.leave(sequence.row))
+            self.pool.free(self._leave(sequence.row))
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         self._forget(sequence)
@@ -362,26 +300,51 @@ class Scheduler:
         sequence.high_water = max(sequence.high_water, end)
         return count - first_time
 
-    def _missing_blocks(self, rows: NDArray[np.intp], steps: int) -> NDArray[np.int32]:
-        """Blocks each decode row lacks to run `steps` more steps."""
-        tokens = self.table.num_tokens[rows] + steps - 1
-        need = -(-tokens // self.limits.block_tokens)
-        missing: NDArray[np.int32] = np.maximum(need - self.table.num_blocks[rows], 0).astype(np.int32)
-        return missing
+    def _chunks(self, token_level: int, chunk_tokens: int | None) -> list[tuple[int, int]]:
+        """(row, tokens) of the prefill of a step, the most urgent first."""
+        chunk = self.limits.chunk_tokens if chunk_tokens is None else chunk_tokens
+        room = max(0, min(chunk, token_level - len(self._decode)))
+        chunks: list[tuple[int, int]] = []
+        if not room:
+            return chunks
+        for row in self.table.in_order(self.table.prefill_rows()).tolist():
+            count = min(room, int(self.table.num_tokens[row] - self.table.num_computed[row]))
+            if count == 0:
+                break
+            chunks.append((row, count))
+            room -= count
+        return chunks
+
+    def _built(self, chunks: list[tuple[int, int]]) -> None:
+        """A step is built: its chunks' blocks are as good as written, and the next step begins."""
+        for row, _ in chunks:
+            sequence = self.table.sequences[row]
+            assert sequence is not None
+            self._keep(sequence)
+        self.step += 1
+        self._decode = self._decode[:0]
+
+    def _take_cached(self) -> int:
+        cached, self._cached_tokens = self._cached_tokens, 0
+        return cached
 
     def _behind(self) -> int:
         rows = self.table.prefill_rows()
-        return int((self.table.num_tokens[rows] - self.table.num_computed[rows]).sum())
+        return int((self.table.num_tokens[rows] - self.table.num_computed[rows]).sum()) if len(rows) else 0
 
     def _allocate_decode(self) -> None:
         """Give every decode row room for its next token, preempting the least urgent sequences."""
         table = self.table
-        for row in table.decode_rows():
+        rows = table.decode_rows()
+        short = rows[table.num_tokens[rows] > table.num_blocks[rows] * self.limits.block_tokens]
+        if not len(short):
+            return
+        for row in table.in_order(short).tolist():
             if table.stamp[row] < 0:
                 continue  # preempted by a more urgent row just now
             while table.num_tokens[row] > table.num_blocks[row] * self.limits.block_tokens:
                 if self.pool.can_allocate(1):
-                    table.add_blocks(row, self.pool.allocate(1))
+                    table.add_block(row, self.pool.allocate_one())
                 elif self._preempt() == row:
                     break
 
@@ -391,14 +354,19 @@ class Scheduler:
         assert ready, "no sequence to preempt: admission let one in that cannot fit"
         sequence = max(ready, key=order)
         row = sequence.row
+        self._send_back(sequence)
+        return row
+
+    def _send_back(self, sequence: Sequence) -> None:
+        """A running sequence waits again, without its KV."""
+        row = sequence.row
         sequence.high_water = max(sequence.high_water, int(self.table.num_computed[row]))
-        self.pool.free(self.table.leave(row))
+        self.pool.free(self._leave(row))
         sequence.state = State.WAITING
         sequence.transferred = False  # its KV is recomputed here
         sequence.preemptions += 1
         self._preemptions += 1
         self.waiting.put_back(sequence)
-        return row
 
     def _admit(self) -> bool:
         """Admit the head of the queue if a row and blocks for all its tokens are free."""
@@ -426,8 +394,15 @@ class Scheduler:
             sequence.state = State.RUNNING
             computed = len(found) * self.limits.block_tokens
             self._count_cached(sequence, computed)
-        self.table.enter(sequence, row, blocks, computed)
+        self._enter(sequence, row, blocks, computed)
         return True
+
+    def _enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
+        """Give the sequence a row; `_leave` takes it away again and returns its blocks."""
+        self.table.enter(sequence, row, blocks, computed)
+
+    def _leave(self, row: int) -> NDArray[np.int32]:
+        return self.table.leave(row)
 
     def _count_cached(self, sequence: Sequence, computed: int) -> None:
         """Prompt tokens found in the cache count once, unless they were computed here or elsewhere before."""

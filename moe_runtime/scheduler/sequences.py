@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from moe_runtime.scheduler.sampling import Constraint
 from moe_runtime.spec.requests import Request
 
+FIRST_WIDTH = 16
+
 
 class State(IntEnum):
     """Where a sequence is. PULLING: its blocks are allocated, its KV is still on the way."""
@@ -129,7 +131,7 @@ class SequenceTable:
     num_tokens    int32, tokens known or sampled in flight
     num_computed  int32, tokens whose KV is written or being written
     max_tokens    int32, num_tokens at which nothing more is to be computed
-    num_blocks    int32, and blocks int32 [rows, max_blocks]
+    num_blocks    int32, and blocks int32 [rows, width]; the width grows up to max_blocks
     last_token    int32, the newest known token
     last_sample   int32, index of the newest sample in the previous step, -1 when it is known
     ready         bool, KV is here (False while PULLING)
@@ -146,7 +148,8 @@ class SequenceTable:
         self.num_computed = np.zeros(rows, np.int32)
         self.max_tokens = np.zeros(rows, np.int32)
         self.num_blocks = np.zeros(rows, np.int32)
-        self.blocks = np.full((rows, max_blocks), -1, np.int32)
+        self._max_blocks = max_blocks
+        self.blocks = np.full((rows, min(max_blocks, FIRST_WIDTH)), -1, np.int32)
         self.last_token = np.zeros(rows, np.int32)
         self.last_sample = np.full(rows, -1, np.int32)
         self.ready = np.zeros(rows, bool)
@@ -161,15 +164,13 @@ class SequenceTable:
         self.adjusted = np.zeros(rows, bool)
         self.waits = np.zeros(rows, bool)
         self._stamps = 0
-
-    @property
-    def num_running(self) -> int:
-        return int((self.stamp >= 0).sum())
+        self.num_running = 0
 
     def free_row(self) -> int:
-        """A free row, or -1."""
-        rows = np.flatnonzero(self.stamp < 0)
-        return int(rows[0]) if len(rows) else -1
+        """The first free row, or -1."""
+        if self.num_running == len(self.stamp):
+            return -1
+        return int((self.stamp < 0).argmax())
 
     def enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
         """Give `sequence` the row and its blocks; `computed` tokens have KV (or are being pulled)."""
@@ -178,6 +179,7 @@ class SequenceTable:
         sequence.row = row
         self.stamp[row] = self._stamps
         self._stamps += 1
+        self.num_running += 1
         self.urgency[row] = sequence.urgency
         self.arrival[row] = sequence.arrival
         self.num_tokens[row] = sequence.num_tokens
@@ -185,6 +187,7 @@ class SequenceTable:
         self.prompt_len[row] = sequence.prompt_len
         self.max_tokens[row] = sequence.prompt_len + 1 if sequence.handoff else len(sequence.tokens)
         self.num_blocks[row] = len(blocks)
+        self._widen(len(blocks))
         self.blocks[row] = -1
         self.blocks[row, : len(blocks)] = blocks
         self.last_token[row] = sequence.tokens[sequence.num_known - 1]
@@ -207,29 +210,40 @@ class SequenceTable:
         sequence.row = -1
         self.sequences[row] = None
         self.stamp[row] = -1
+        self.num_running -= 1
         self.ready[row] = False
         blocks = self.blocks[row, : self.num_blocks[row]].copy()
         self.num_blocks[row] = 0
         return blocks
 
-    def add_blocks(self, row: int, blocks: NDArray[np.int32]) -> None:
-        n = self.num_blocks[row]
-        self.blocks[row, n : n + len(blocks)] = blocks
-        self.num_blocks[row] = n + len(blocks)
+    def add_block(self, row: int, block: int) -> None:
+        n = int(self.num_blocks[row])
+        self._widen(n + 1)
+        self.blocks[row, n] = block
+        self.num_blocks[row] = n + 1
 
     def decode_rows(self) -> NDArray[np.intp]:
-        """Rows whose next step is one token: only their newest token lacks KV. The most urgent first."""
+        """Rows whose next step is one token: only their newest token lacks KV. Ascending."""
         want = self.ready & (self.num_computed == self.num_tokens - 1) & (self.num_tokens < self.max_tokens)
         want &= self.num_tokens > self.prompt_len
         want &= ~(self.waits & (self.last_sample >= 0))
-        return self._in_order(want)
+        return np.flatnonzero(want)
 
     def prefill_rows(self) -> NDArray[np.intp]:
-        """Rows that still have prompt (or recomputed) tokens to compute, the most urgent first."""
+        """Rows that still have prompt (or recomputed) tokens to compute. Ascending."""
         behind = self.num_tokens - self.num_computed
         want = self.ready & ((behind > 1) | ((behind == 1) & (self.num_tokens <= self.prompt_len)))
-        return self._in_order(want)
+        return np.flatnonzero(want)
 
-    def _in_order(self, want: NDArray[np.bool_]) -> NDArray[np.intp]:
-        rows = np.flatnonzero(want)
+    def in_order(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The same rows, the most urgent first."""
         return rows[np.lexsort((self.arrival[rows], self.urgency[rows]))]
+
+    def _widen(self, width: int) -> None:
+        """Make room for `width` blocks a row. Who holds a view of a row keeps what it saw."""
+        have = self.blocks.shape[1]
+        if width <= have:
+            return
+        wider = np.full((len(self.blocks), min(self._max_blocks, max(width, 2 * have))), -1, np.int32)
+        wider[:, :have] = self.blocks
+        self.blocks = wider

@@ -1,0 +1,285 @@
+"""CountedScheduler: a Scheduler for virtual time. Pure.
+
+It decides as a Scheduler does, since it is one; but its steps are numbers of rows instead of inputs for a
+device, all samples are token 0 and end nothing before their number, and many steps in which nothing
+changes but contexts are taken at once. What a Scheduler keeps in a running sequence is in arrays here:
+
+    count(level) -> Counted     in the place of `build`
+    settle(counted) -> events   in the place of `commit`
+    horizon(), advance(k)       k turns of propose, count and settle at once
+
+At depth 1 a turn settles the step before the one it counts, at depth 0 the same.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits, TokenEvent
+from moe_runtime.scheduler.sequences import Sequence, State
+
+Rows = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """A step of one rank, as numbers.
+
+    decode_rows       sequences that decode; `context` the tokens they attend to, their own included
+    prefill_tokens    computed for the first time, `recomputed_tokens` again, `cached_tokens` as in Scheduled
+    pairs             sum over the prefill rows of the tokens each attends to
+    prefix            tokens that were cached before, of the sequences in prefill
+    rows, stamps      who is sampled: rows of the table and their admissions, the decode rows first
+    """
+
+    decode_rows: int
+    context: int
+    prefill_tokens: int
+    recomputed_tokens: int
+    cached_tokens: int
+    pairs: int
+    prefix: int
+    rows: Rows
+    stamps: NDArray[np.int64]
+
+
+class CountedScheduler(Scheduler):
+    """`depth` is the plan's pipeline depth, 0 or 1."""
+
+    def __init__(self, limits: SchedulerLimits, *, depth: int) -> None:
+        super().__init__(limits)
+        self.depth = depth
+        rows = limits.max_sequences
+        self._pending = np.zeros(rows, np.int32)
+        self._length = np.zeros(rows, np.int32)
+        self._keep_at = np.zeros(rows, np.int64)
+        self._hands_off = np.zeros(rows, bool)
+        self._gone: dict[int, Sequence] = {}
+
+    # -- one step -----------------------------------------------------------------------------
+
+    def count(self, token_level: int, chunk_tokens: int | None = None) -> Counted:
+        """The same step as `build` would make, and the same state after it."""
+        table, decode = self.table, self._decode
+        chunks = self._chunks(token_level, chunk_tokens)
+        context = int(table.num_tokens[decode].sum())
+        again = pairs = prefix = 0
+        complete = []
+        for row, count in chunks:
+            begin = int(table.num_computed[row])
+            again += self._recomputed(row, count)
+            pairs += count * begin + count * (count + 1) // 2
+            prefix += begin
+            table.num_computed[row] = begin + count
+            if begin + count == table.num_tokens[row]:
+                complete.append(row)
+        table.num_computed[decode] += 1
+        rows = np.concatenate([decode, np.array(complete, np.intp)]) if complete else decode
+        table.num_tokens[rows] += 1
+        self._pending[rows] += 1
+        self._built(chunks)
+        return Counted(
+            decode_rows=len(decode),
+            context=context,
+            prefill_tokens=sum(count for _, count in chunks) - again,
+            recomputed_tokens=again,
+            cached_tokens=self._take_cached(),
+            pairs=pairs,
+            prefix=prefix,
+            rows=rows,
+            stamps=table.stamp[rows],
+        )
+
+    def settle(self, counted: Counted) -> list[TokenEvent]:
+        """As `commit` of zeros, with the events of sequences that ended or whose prefill is complete only."""
+        table, rows = self.table, counted.rows
+        here = table.stamp[rows] == counted.stamps
+        events = []
+        if not here.all():
+            for stamp in counted.stamps[~here].tolist():
+                events += self._settle_gone(self._gone.pop(stamp))
+        mine = rows[here]
+        self._pending[mine] -= 1
+        known = table.num_tokens[mine] - self._pending[mine]
+        ends = (known == self._length[mine]) | self._hands_off[mine]
+        keeps = np.minimum(table.num_computed[mine], known) >= self._keep_at[mine]
+        prefilled = np.arange(len(rows))[here] >= counted.decode_rows
+        touched = mine[(ends | keeps) & ~prefilled]
+        ending = {*mine[ends | prefilled].tolist()}
+        for index, row in enumerate([*table.in_order(touched).tolist(), *mine[prefilled].tolist()]):
+            sequence = table.sequences[row]
+            assert sequence is not None
+            self._keep(sequence)
+            if row in ending:
+                events.append(self._event(sequence, index, 0))
+        return events
+
+    # -- many steps at once ----------------------------------------------------------------------
+
+    def horizon(self) -> int:
+        """Turns that `advance` may take at once: decode only, nobody ends, no block runs out.
+
+        0 when the next turn needs the whole of `propose`, `count` and `settle`: there is prefill, something
+        waits and could be admitted, a sample ends its sequence, or there is nothing to run. To be asked
+        where a turn begins.
+        """
+        table = self.table
+        rows = table.decode_rows()
+        if not len(rows) or int(table.ready.sum()) != len(rows) or self._cached_tokens or self._may_admit():
+            return 0
+        # The turn that settles a sequence's last token ends it, so it is not one of these.
+        last = 0 if self.depth else 1
+        high = int((table.max_tokens[rows] - table.num_tokens[rows]).min()) - last
+        free, size = self.pool.num_free, self.limits.block_tokens
+        if high <= 0 or len(rows) * (high // size + 1) <= free:
+            return max(0, high)
+        first = self._first_needs(rows)
+        low = 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            if int(np.maximum(-(-(middle - first) // size), 0).sum()) <= free:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def advance(self, steps: int) -> Counted:
+        """Equal to `steps` >= 1 single turns; `steps` is at most `horizon()`. Returns the newest step.
+
+        That one is still to be settled at depth 1; at depth 0 all are. A step that was counted before, and
+        would have been settled in the first of these turns, is done with.
+        """
+        table, pool = self.table, self.pool
+        rows = table.decode_rows()
+        for _, complete, _, _, row in self._pool_events(rows, steps):
+            if complete:
+                sequence = table.sequences[row]
+                assert sequence is not None
+                self._keep_complete(sequence, complete)
+            else:
+                table.add_block(row, pool.allocate_one())
+        table.num_tokens[rows] += steps
+        table.num_computed[rows] += steps
+        self._pending[rows] = self.depth
+        self.step += steps
+        return Counted(
+            decode_rows=len(rows),
+            context=int(table.num_tokens[rows].sum()) - len(rows),
+            prefill_tokens=0,
+            recomputed_tokens=0,
+            cached_tokens=0,
+            pairs=0,
+            prefix=0,
+            rows=rows,
+            stamps=table.stamp[rows],
+        )
+
+    def block_needs(self) -> NDArray[np.int64]:
+        """int64 [block_tokens]: blocks taken by the turn after j others within a horizon, and around."""
+        size = self.limits.block_tokens
+        first = self._first_needs(self.table.decode_rows())
+        return np.bincount(first % size, minlength=size)
+
+    def known_tokens(self, sequence: Sequence) -> int:
+        """Tokens of the sequence that are settled."""
+        row = sequence.row
+        if row < 0:
+            return sequence.num_known
+        return int(self.table.num_tokens[row] - self._pending[row])
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _pool_events(self, rows: Rows, steps: int) -> list[tuple[int, int, int, int, int]]:
+        """What touches the pool in `steps` turns, in its order: (turn, tokens complete or 0, urgency, row).
+
+        In a turn blocks are given first, the most urgent row first; then complete units are kept. At depth 1
+        a row that has nothing in flight settles its first sample a turn later than the others.
+        """
+        table, size, unit = self.table, self.limits.block_tokens, self.prefix.unit_tokens
+        first = self._first_needs(rows)
+        computed = table.num_computed[rows]
+        lag = (self._pending[rows] == 0).astype(np.int32) * self.depth
+        done = np.maximum(self._keep_at[rows] - computed - 1, lag)
+        events = []
+        for at in np.flatnonzero(first < steps).tolist():
+            row = int(rows[at])
+            key = int(table.urgency[row]), int(table.arrival[row])
+            events += [(turn, 0, *key, row) for turn in range(int(first[at]), steps, size)]
+        for at in np.flatnonzero(done < steps).tolist():
+            row = int(rows[at])
+            key = int(table.urgency[row]), int(table.arrival[row])
+            begin = int(computed[at]) + 1
+            for tokens in range(int(self._keep_at[row]), begin + steps, unit):
+                turn = max(tokens - begin, int(lag[at]))
+                if turn < steps:
+                    events.append((turn, begin + turn, *key, row))
+        events.sort(key=_in_turn)
+        return events
+
+    def _first_needs(self, rows: Rows) -> NDArray[np.int32]:
+        """Turns before the one in which each decode row needs another block."""
+        table = self.table
+        first: NDArray[np.int32] = (
+            table.num_blocks[rows] * self.limits.block_tokens + 1 - table.num_tokens[rows]
+        )
+        return first
+
+    def _may_admit(self) -> bool:
+        """Something waits, and that it stays so while nothing is freed is not certain."""
+        if not self.waiting:
+            return False
+        head = self.waiting.head
+        if head.pending:
+            return True
+        if self.table.num_running == len(self.table.stamp):
+            return False
+        room = self.blocks_for(head.num_known) + self.table.num_running
+        return not head.transferred or self.pool.can_allocate(room)
+
+    def _settle_gone(self, sequence: Sequence) -> list[TokenEvent]:
+        """A sample of a sequence that lost its row meanwhile."""
+        sequence.pending -= 1
+        if sequence.state is State.FINISHED:
+            return []
+        sequence.num_known += 1
+        return [self._event(sequence, 0, 0)]
+
+    def _enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
+        super()._enter(sequence, row, blocks, computed)
+        self._pending[row] = 0
+        self._length[row] = len(sequence.tokens)
+        self._keep_at[row] = sequence.keep_at
+        self._hands_off[row] = sequence.handoff
+
+    def _leave(self, row: int) -> NDArray[np.int32]:
+        sequence = self.table.sequences[row]
+        assert sequence is not None
+        self._sync(sequence)
+        if sequence.pending:
+            self._gone[int(self.table.stamp[row])] = sequence
+        return super()._leave(row)
+
+    def _sync(self, sequence: Sequence) -> None:
+        """Write back to a running sequence what its row says."""
+        row = sequence.row
+        sequence.pending = int(self._pending[row])
+        sequence.num_known = int(self.table.num_tokens[row]) - sequence.pending
+
+    def _keep(self, sequence: Sequence, computed: int | None = None) -> None:
+        row = sequence.row
+        self._sync(sequence)
+        super()._keep(sequence, computed)
+        self._keep_at[row] = sequence.keep_at
+
+    def _keep_complete(self, sequence: Sequence, complete: int) -> None:
+        """As `_keep` within `advance`: `complete` tokens have KV and are known."""
+        row = sequence.row
+        sequence.num_known = complete
+        self.prefix.keep(sequence, self.table.blocks[row], complete)
+        self._keep_at[row] = sequence.keep_at
+
+
+def _in_turn(event: tuple[int, int, int, int, int]) -> tuple[int, bool, int, int]:
+    turn, complete, urgency, arrival, _ = event
+    return turn, complete > 0, urgency, arrival
