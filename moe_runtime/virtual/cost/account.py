@@ -49,11 +49,12 @@ class Account:
         """Links are in use, seen or not."""
         self._busy += seconds * times
 
-    def cost(self) -> StepCost:
+    def cost(self, ideal: float) -> StepCost:
         return StepCost(
             seconds=sum(self._parts.values()),
             parts=self._parts,
             bounds=self._bounds,
             communication=self._busy,
             exposed=self._exposed,
+            ideal=ideal,
         )

@@ -16,6 +16,7 @@ from moe_runtime.virtual.cost.constants import Constants, constants
 from moe_runtime.virtual.cost.deployment import Setting
 from moe_runtime.virtual.cost.lanes import DECODE, PREFILL, Stages, overlapped, plain
 from moe_runtime.virtual.cost.links import make_links
+from moe_runtime.virtual.cost.roofline import Roofline
 from moe_runtime.virtual.cost.rows import LayerKernels
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape
 from moe_runtime.virtual.cost.spread import Load, Loads
@@ -56,6 +57,7 @@ class CostModel:
         beside = replace(kernels, rates=rates.with_available(1 - taken / machine.multiprocessors))
         self._tables = {False: RowTables(kernels), True: RowTables(beside)}
         self._loads = Loads(model, setting, self.links)
+        self._roofline = Roofline(model, setting, machine.hardware)
         self._kept: dict[tuple[DispatchMode, int, float, int], tuple[Load, ...]] = {}
         self._heads: dict[int, Work] = {}
 
@@ -75,7 +77,7 @@ class CostModel:
         sampled = shape.decode_sequences_R * shape.queries + (shape.prefill_tokens_R > 0)
         account.work("dense", self._head(int(sampled.max())), 1.0)
         account.host(self.fitted.step)
-        return account.cost()
+        return account.cost(self._roofline.seconds(shape))
 
     def _moe_layers(
         self, account: Account, batch: Batch, tables: RowTables, mode: DispatchMode, split: int

@@ -119,6 +119,7 @@ class StepCost:
     bounds         the same seconds by what limits them
     communication  seconds the links are busy, hidden or not
     exposed        seconds of communication that no computation hides
+    ideal          seconds of a mean rank's roofline, see `roofline`; 0: not known
     """
 
     seconds: float
@@ -126,6 +127,7 @@ class StepCost:
     bounds: dict[Bound, float]
     communication: float
     exposed: float
+    ideal: float = 0.0
 
     @property
     def bound(self) -> Bound:
@@ -140,6 +142,7 @@ class StepCost:
             bounds={k: v + other.bounds[k] for k, v in self.bounds.items()},
             communication=self.communication + other.communication,
             exposed=self.exposed + other.exposed,
+            ideal=self.ideal + other.ideal,
         )
 
     def times(self, factor: float) -> "StepCost":
@@ -150,4 +153,5 @@ class StepCost:
             bounds={k: v * factor for k, v in self.bounds.items()},
             communication=self.communication * factor,
             exposed=self.exposed * factor,
+            ideal=self.ideal * factor,
         )
