@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_runtime.launch.preflight import preflight
+from moe_runtime.plan.validate import plan_warnings
 from tests.plan.plans import GIB, checked
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +26,8 @@ PLANS = shown_plans()
 
 
 def test_the_configs_are_among_them():
-    assert {"configs/demo.yaml", "configs/unified.yaml", "configs/unified-ep2.yaml"} <= set(PLANS)
+    names = ("demo", "unified", "deepseek-v3-h800-ep144", "kimi-k2-h200", "qwen3-235b-h100", "glm-4.5-h200")
+    assert {f"configs/{name}.yaml" for name in names} <= set(PLANS)
 
 
 @pytest.mark.parametrize("text", PLANS.values(), ids=PLANS)
@@ -40,3 +43,11 @@ def test_the_demo_is_what_the_readme_promises(tmp_path: Path):
     assert (decode.name, decode.expert_parallel, decode.redundant_experts) == ("decode", 4, 8)
     assert plan.num_ranks == 6
     assert plan.model.path == str(tmp_path.parent / "checkpoints" / "small-deepseek-v3")
+
+
+def test_the_widest_has_a_placement_and_warns():
+    flight = preflight(ROOT / "configs/deepseek-v3-h800-ep320.yaml", (), check_tensors=True, to_run=False)
+    decode = flight.placements["decode"]
+    assert (decode.num_ranks, decode.slots_per_rank) == (320, 1)
+    (warning,) = plan_warnings(flight.effective, flight.model)
+    assert "ranks = 320 must be at most 256" in warning
