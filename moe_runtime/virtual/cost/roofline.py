@@ -2,7 +2,7 @@
 
 Owns one definition: the larger of (a) operations of all products at the datasheet's dense peak of their
 dtype, (b) bytes at the datasheet's bandwidth, where weights are read once a step (an expert's if it gets a
-row), every context's cache once, rows of activations not at all. Transfers, starts and waiting are none of it.
+row), every context's cache once, rows of activations not at all. Transfers, starts, waiting: none of it.
 """
 
 import math
