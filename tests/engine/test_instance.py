@@ -130,7 +130,7 @@ def run_shapes(driven: Driven, shapes: Sequence[tuple[int, ...]]) -> list[str]:
     """COLLECTIVE: n sequences of one token on each rank, then a prompt of n tokens."""
     mine, wrong = driven.rank.rank, []
     for number, shape in enumerate(shapes):
-        rows = [([7 * number + i + 8], 2) for i in range(shape[mine])]
+        rows = [([8 + (7 * number + i) % 492], 2) for i in range(shape[mine])]
         prompt = [(text(mine, number, shape[mine]), 2)] if shape[mine] else []
         for requests in (rows, prompt):
             wrong += [f"{shape}, rank {mine}: {line}" for line in both_ways(driven, requests, max(shape) > 1)]
