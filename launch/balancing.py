@@ -5,12 +5,14 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from moe_runtime.engine.balancing.agent import Balancing, ExpertDesk
+from moe_runtime.engine.balancing.agent import Balancing
 from moe_runtime.engine.balancing.controller import Controller, Settings
 from moe_runtime.engine.balancing.courier import Staging
+from moe_runtime.engine.balancing.desk import ExpertDesk
 from moe_runtime.engine.balancing.load import ExpertLoad, LoadMerge, WindowMeter
 from moe_runtime.engine.balancing.mover import Mover
 from moe_runtime.engine.balancing.registry import ExpertRegistry
+from moe_runtime.engine.balancing.reload import Reloader
 from moe_runtime.engine.balancing.solver import SolverProcess
 from moe_runtime.engine.balancing.wire import NewPlacement
 from moe_runtime.engine.sockets import Outbox
@@ -31,6 +33,7 @@ def make_expert_desk(
     load: ExpertLoad,
     table: SlotTable,
     registry: ExpertRegistry,
+    reload: Reloader,
     inboxes: Sequence[str],
     staging: Sequence[WindowAddress | None],
     outbox: Outbox,
@@ -44,6 +47,7 @@ def make_expert_desk(
         layers=tuple(model.moe_layers),
         load=load,
         placement=placement,
+        reload=reload,
     )
     if not settings.enabled:
         return desk

@@ -5,6 +5,7 @@ published about itself.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,11 +13,11 @@ import torch
 import zmq
 from torch import Tensor
 
-from moe_runtime.checkpoint.load import LoadReport, load_rank
-from moe_runtime.checkpoint.reader import Checkpoint
+from moe_runtime.checkpoint.load import LoadReport
 from moe_runtime.engine.balancing.courier import Staging
 from moe_runtime.engine.balancing.load import ExpertLoad
 from moe_runtime.engine.balancing.registry import ExpertRegistry, register
+from moe_runtime.engine.balancing.reload import Reloader
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.collectives import CollectiveTrace, TracedBuffer, TracedExchange
 from moe_runtime.engine.desk import Identity, RequestDesk
@@ -37,6 +38,7 @@ from moe_runtime.launch.kernels import kernels_of
 from moe_runtime.launch.place import Place
 from moe_runtime.launch.preflight import Preflight
 from moe_runtime.launch.sockets import inbox_address
+from moe_runtime.launch.weights import WeightReader
 from moe_runtime.models.decoder import Decoder, build_decoder
 from moe_runtime.models.families.registry import tensor_targets
 from moe_runtime.placement.placement import Placement
@@ -70,6 +72,7 @@ class Loaded:
 
     place: Place
     decoder: Decoder
+    reader: WeightReader
     buffer: RankBuffer
     placement: Placement
     load: ExpertLoad
@@ -100,26 +103,23 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
     )
     expert_load = ExpertLoad(model.num_moe_layers, model.moe.slot_experts, device)
     table = SlotTable(placement, source_rank=place.rank, device=device, load_LE=expert_load.counter_LE)
-    decoder = build_decoder(
-        model,
-        slots_per_rank=slots,
-        buffers=by_mode(TracedBuffer(buffer, collectives) if collectives else buffer, deployment),
-        slot_tables=[table.layer(i) for i in range(model.num_moe_layers)],
-        dtype=getattr(torch, model.dtype),
-        device=device,
-        deterministic=deployment.deterministic,
-        kernels=kernels_of(deployment),
+    reader = WeightReader(
+        build=partial(
+            build_decoder,
+            model,
+            slots_per_rank=slots,
+            buffers=by_mode(TracedBuffer(buffer, collectives) if collectives else buffer, deployment),
+            slot_tables=[table.layer(i) for i in range(model.num_moe_layers)],
+            dtype=getattr(torch, model.dtype),
+            device=device,
+            deterministic=deployment.deterministic,
+            kernels=kernels_of(deployment),
+        ),
+        targets=tensor_targets(model),
+        rank=place.rank,
     )
-    targets = tensor_targets(model)
-    with Checkpoint.open(Path(flight.effective.model.path)) as checkpoint:
-        report = load_rank(
-            checkpoint,
-            targets,
-            decoder.tensors(),
-            lambda layer: placement.local_experts(layer, place.rank),
-        )
-    decoder.prepare()
-    registry = register(decoder, targets)
+    decoder, report = reader.read(Path(flight.effective.model.path), placement)
+    registry = register(decoder, reader.targets)
     group, blocks = deployment.kv.primary, deployment.kv_cache.blocks
     pool = HostPool.create(group, blocks) if deployment.name == "prefill" else None
     shape = (blocks, group.block_tokens, group.entry)
@@ -129,6 +129,7 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
     return Loaded(
         place=place,
         decoder=decoder,
+        reader=reader,
         buffer=buffer,
         placement=placement,
         load=expert_load,
@@ -250,6 +251,7 @@ def _desk(
             load=loaded.load,
             table=loaded.table,
             registry=loaded.registry,
+            reload=Reloader(place.instance.name, place.rank, loaded.decoder.tensors(), loaded.reader.reread),
             inboxes=[c.inbox for c in peers],
             staging=[c.staging_window for c in peers],
             outbox=outbox,

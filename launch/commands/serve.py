@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from moe_runtime.launch import environment, session
 from moe_runtime.launch.console import say
 from moe_runtime.launch.frontends import listen
 from moe_runtime.launch.preflight import Preflight
+from moe_runtime.launch.reload import require_replacement
 from moe_runtime.plan.effective import EffectiveDeployment
 
 API_KEYS, ADMIN_KEYS = "MOE_RUNTIME_API_KEYS", "MOE_RUNTIME_ADMIN_KEYS"
@@ -74,7 +76,8 @@ async def work(flight: Preflight, fleet: Fleet) -> int:
     advisor = _Advisor(flight, service)
     model = _served_model(flight)
     app = make_app(model, service, advice=advisor.advice, start_drain=ending.drain)
-    add_experts_admin(app, Experts(fleet))
+    experts = Experts(fleet)
+    add_experts_admin(app, experts, partial(require_replacement, flight))
     gate = Gate(
         app,
         keys=_keys(API_KEYS),

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from moe_runtime.engine.balancing.agent import ExpertDesk
+from moe_runtime.engine.balancing.desk import ExpertDesk
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.extras import NOTHING, Extras
 from moe_runtime.engine.messages import (
@@ -117,7 +117,9 @@ class RequestDesk:
         self._poll_compiling()
         self._poll_pulls()
         now = time.monotonic()
-        self.experts.poll(now)
+        for frontend, answer in self.experts.poll(now):
+            self._tell(frontend, answer)
+        self.changed |= self.experts.busy
         self._renew(now)
         for lease in self.leases.expire(now):
             self._end_lease(lease.blocks)
@@ -160,7 +162,7 @@ class RequestDesk:
         if self._pulls or self._compiling:
             return 0.001
         now = time.monotonic()
-        limit = min(1.0, self._watchers.patience(now))
+        limit = min(self.experts.patience, self._watchers.patience(now))
         if self._sources:
             limit = min(limit, self.leases.seconds / 6)
         expiry = self.leases.next_expiry()
@@ -308,6 +310,7 @@ class RequestDesk:
                 arrived = False  # recomputed from the prompt, which this rank has
             if arrived is None:
                 continue
+            arrived = arrived and pulling.source.weights == self.experts.reload.version
             self._pulls.remove(pulling)
             self.scheduler.pulled(pulling.sequence, ok=arrived)
             self._release(pulling.source)
@@ -326,6 +329,7 @@ class RequestDesk:
             lease=lease.id,
             num_tokens=event.sequence.prompt_len,
             blocks=[blocks.tolist()],
+            weights=self.experts.reload.version,
         )
         return Handoff(request=request.id, first_token=event.token, source=source)
 

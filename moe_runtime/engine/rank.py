@@ -13,8 +13,8 @@ from torch import Tensor
 
 from moe_runtime.engine import device_step, split
 from moe_runtime.engine.agree import (
-    NO_OFFER,
     AgreeLimits,
+    MoveOrder,
     StepDecision,
     StepKind,
     StepProposal,
@@ -93,8 +93,10 @@ class RankEngine:
         self.clock.begin(self.step_number)
         self.desk.receive()
         decision = self._agree(self._propose())
-        if self.balancing is not None:
-            self.balancing.follow(decision.move)
+        if self.desk.experts.reload.due(decision.move):
+            self._change_weights(decision.move)
+            return StepKind.FLUSH
+        self.desk.experts.follow(decision.move)
         if decision.kind is StepKind.FORWARD:
             scheduled = self._forward(decision)
             self._commit(leave=self.pipeline_depth)
@@ -124,7 +126,7 @@ class RankEngine:
             membership_epoch=0,
             alive=(True,) * self.desk.identity.num_ranks,
             held_steps=self.held_steps,
-            move=self.balancing.offer() if self.balancing else NO_OFFER,
+            move=self.desk.experts.offer(),
             chunk_tokens=self.budget.rows(work.decode_tokens) if self.budget else None,
             overlap_gain=round(1e6 * self.overlap.gain(work.decode_tokens + work.prefill_tokens)),
         )
@@ -137,6 +139,13 @@ class RankEngine:
         decision = agree(proposals, self.limits)
         self.held_steps = self.held_steps + 1 if decision.held else 0
         return decision
+
+    def _change_weights(self, order: MoveOrder) -> None:
+        """A step of its own, on all ranks: nothing that the old weights computed is used after it."""
+        self._commit(leave=0)
+        self.scheduler.forget_kv()
+        self.desk.experts.follow(order)
+        self.step_number += 1
 
     def _forward(self, decision: StepDecision) -> Scheduled:
         scheduled = self.scheduler.build(decision.token_level, decision.chunk_tokens)

@@ -1,30 +1,38 @@
-"""Experts: what a frontend asks the ranks about expert loads and placements, and what they answer.
+"""Experts: what a frontend asks of the ranks about expert loads, placements and new weights.
 
 Loads are the sum over all ranks of a deployment, keyed by the model's layer numbers. Knows no HTTP.
 """
 
 import asyncio
 import io
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.engine.balancing.wire import (
     AskPlacement,
+    FinishReload,
     PlacementNow,
     Rebalance,
     RecordedLoads,
     RecordLoads,
+    Reload,
+    ReloadAnswer,
+    ReloadState,
     ToFrontendBalancing,
 )
+from moe_runtime.errors import RequestRefused
 from moe_runtime.files import write_atomically
 from moe_runtime.frontend.fleet import Fleet
 
 ANSWER_SECONDS = 30.0
+READ_SECONDS = 1800.0  # for all ranks to read a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +50,10 @@ class Experts:
         self._fleet = fleet
         self._placements: dict[str, PlacementNow] = {}
         self._loads: dict[tuple[str, int], RecordedLoads] = {}
+        self._reloads: dict[tuple[str, int], ReloadAnswer] = {}
+        self._version = 0
         self._news = asyncio.Condition()
-        self._asking = asyncio.Lock()
+        self._asking, self._reloading = asyncio.Lock(), asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         fleet.on_experts = self._take
 
@@ -76,15 +86,54 @@ class Experts:
             await self._until(lambda: len(self._loads) == len(self._fleet.ranks))
             return summed(list(self._loads.values()))
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(ANSWER_SECONDS), self._news:
+    async def reload(self, path: Path) -> None:
+        """Have all ranks go over to the weights of a checkpoint that suits the plan; returns when they have.
+
+        Raises RequestRefused, and the old weights stay in use, if a rank cannot read them, takes too long, or
+        has been asked by another frontend before; TimeoutError if a rank never says that it goes along.
+        """
+        if self._reloading.locked():
+            raise RequestRefused("another reload is on its way")
+        async with self._reloading:
+            self._version, answers = time.time_ns(), self._reloads
+            answers.clear()
+            self._tell_all(Reload(frontend=self._fleet.number, version=self._version, path=str(path)))
+            why = ""
+            try:
+                await self._until(lambda: self._all("staged") or self._failed(), READ_SECONDS)
+            except TimeoutError:
+                why = f"not all ranks have read it within {READ_SECONDS:g} s"
+            commit = self._all("staged")
+            self._tell_all(FinishReload(version=self._version, commit=commit, why=why))
+            await self._until(lambda: self._all("in use", "failed"), READ_SECONDS)
+            if not self._all("in use"):
+                causes = [f"{i} rank {r}: {a.why}" for (i, r), a in answers.items() if a.why]
+                raise RequestRefused(f"{path}: not loaded; {'; '.join(causes)}")
+
+    def _all(self, *states: ReloadState) -> bool:
+        """Every rank's newest answer is one of these."""
+        answers = self._reloads.values()
+        return len(answers) == len(self._fleet.ranks) and all(a.state in states for a in answers)
+
+    def _failed(self) -> bool:
+        return any(a.state == "failed" for a in self._reloads.values())
+
+    def _tell_all(self, message: msgspec.Struct) -> None:
+        for key in self._fleet.ranks:
+            self._fleet.tell(key, message)
+
+    async def _until(self, condition: Callable[[], bool], seconds: float = ANSWER_SECONDS) -> None:
+        async with asyncio.timeout(seconds), self._news:
             await self._news.wait_for(condition)
 
     def _take(self, message: ToFrontendBalancing) -> None:
-        if isinstance(message, PlacementNow):
-            self._placements[message.instance] = message
-        else:
-            self._loads[message.instance, message.rank] = message
+        match message:
+            case PlacementNow():
+                self._placements[message.instance] = message
+            case RecordedLoads():
+                self._loads[message.instance, message.rank] = message
+            case ReloadAnswer(version=version) if version == self._version:
+                self._reloads[message.instance, message.rank] = message
         task = asyncio.create_task(self._tell())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

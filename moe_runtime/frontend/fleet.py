@@ -11,7 +11,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from moe_runtime.engine.balancing.wire import PlacementNow, RecordedLoads, ToFrontendBalancing
+from moe_runtime.engine.balancing.wire import (
+    PlacementNow,
+    RecordedLoads,
+    ReloadAnswer,
+    ToFrontendBalancing,
+)
 from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
@@ -218,7 +223,7 @@ class Fleet:
             case Stats(instance=instance, rank=rank, batch=batch, timeline=timeline):
                 self._steps[instance, rank] = unpack(batch)
                 self.timelines.append(timeline)
-            case PlacementNow() | RecordedLoads():
+            case PlacementNow() | RecordedLoads() | ReloadAnswer():
                 if self.on_experts is not None:
                     self.on_experts(message)
 

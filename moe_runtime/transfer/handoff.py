@@ -20,6 +20,7 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
 
     The owner stamps the last block with the lease; a reader compares before and after it reads, so
     a lease that ended meanwhile is noticed. `blocks[g]` are the blocks of group g, in token order.
+    `weights` is the version of the weights that computed them: KV of others is of no use.
     """
 
     instance: str
@@ -27,6 +28,7 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     lease: int
     num_tokens: int
     blocks: list[list[int]]
+    weights: int = 0
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.engine.balancing.agent import ExpertDesk
+from moe_runtime.engine.balancing.desk import ExpertDesk
 from moe_runtime.engine.balancing.load import ExpertLoad
+from moe_runtime.engine.balancing.reload import Reloader
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.desk import Identity, RequestDesk
 from moe_runtime.engine.messages import (
@@ -155,6 +156,7 @@ class Rank:
                 layers=(1,),
                 load=ExpertLoad(1, 4, torch.device("cpu")),
                 placement=linear(num_layers=1, num_experts=4, num_ranks=1),
+                reload=Reloader(name, 0, {}, lambda path, placement: {}),
             ),
             structures=self.structures,  # type: ignore[arg-type]
         )

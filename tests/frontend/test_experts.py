@@ -68,7 +68,7 @@ def test_every_token_is_counted_once_where_it_ran(tmp_path, checkpoint):
 
     async def work(launch: InProcess) -> dict[str, Any]:
         app = FastAPI()
-        add_experts_admin(app, Experts(launch.fleet))
+        add_experts_admin(app, Experts(launch.fleet), lambda path: None)
 
         @app.exception_handler(ApiError)
         async def refused(request: object, error: Exception) -> httpx.Response:

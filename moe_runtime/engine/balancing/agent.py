@@ -1,4 +1,4 @@
-"""Balancing: one rank's share in live rebalancing, as the step loop and the desk see it.
+"""Balancing: one rank's share in live rebalancing, as the expert desk sees it.
 
 Owns the order of the parts: the meter cuts windows, the mover takes part in transactions, and on rank 0 the
 controller decides. LOCAL: only what `agree` orders happens on all ranks.
@@ -14,19 +14,14 @@ from numpy.typing import NDArray
 
 from moe_runtime.engine.agree import MoveOffer, MoveOrder
 from moe_runtime.engine.balancing.controller import Controller
-from moe_runtime.engine.balancing.load import ExpertLoad, WindowMeter
+from moe_runtime.engine.balancing.load import WindowMeter
 from moe_runtime.engine.balancing.mover import Mover
 from moe_runtime.engine.balancing.solver import SolverProcess
 from moe_runtime.engine.balancing.wire import (
-    AskPlacement,
     BalancingStatus,
     NewPlacement,
     PlacementNow,
     Rebalance,
-    RecordedLoads,
-    RecordLoads,
-    ToFrontendBalancing,
-    ToRankBalancing,
     WindowLoads,
 )
 from moe_runtime.placement.placement import Placement
@@ -66,9 +61,14 @@ class Balancing:
             time.sleep(0.001)
 
     @property
+    def placement(self) -> Placement:
+        """In use."""
+        return self.mover.placement
+
+    @property
     def epoch(self) -> int:
         """Of the placement in use."""
-        return self.mover.placement.epoch
+        return self.placement.epoch
 
     @property
     def busy(self) -> bool:
@@ -87,10 +87,10 @@ class Balancing:
                 assert self.controller is not None
                 self.controller.force()
 
-    def poll(self, now: float) -> None:
-        """Look after the solver (rank 0)."""
+    def poll(self, now: float, *, hold: bool) -> None:
+        """Look after the solver (rank 0). `hold`: no expert may begin to move."""
         if self.controller is not None:
-            self.controller.poll(now)
+            self.controller.poll(now, hold=hold)
 
     def offer(self) -> MoveOffer:
         """What this rank proposes."""
@@ -113,7 +113,7 @@ class Balancing:
         assert self.controller is not None
         newest = self.controller.newest
         return msgspec.structs.replace(
-            placement_now(self.instance, self.mover.placement),
+            placement_now(self.instance, self.placement),
             live=True,
             action=newest.action if newest.why else "",
             why=newest.why,
@@ -160,68 +160,3 @@ def placement_now(instance: str, placement: Placement) -> PlacementNow:
         num_ranks=placement.num_ranks,
         slot_to_expert=placement.slot_to_expert_LS.tolist(),
     )
-
-
-@dataclass(slots=True, kw_only=True)
-class ExpertDesk:
-    """What a rank is told and asked about experts. `balancing` None: they stay where `placement` has them.
-
-    layers  numbers of the model's MoE layers
-    """
-
-    instance: str
-    deployment: str
-    rank: int
-    layers: tuple[int, ...]
-    load: ExpertLoad
-    placement: Placement
-    balancing: Balancing | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Experts are about to move."""
-        return self.balancing is not None and self.balancing.busy
-
-    def poll(self, now: float) -> None:
-        """Look after the solver."""
-        if self.balancing is not None:
-            self.balancing.poll(now)
-
-    def handle(self, message: ToRankBalancing) -> list[tuple[int, ToFrontendBalancing]]:
-        """Take a message; what to answer to which frontend."""
-        balancing = self.balancing
-        match message:
-            case AskPlacement(frontend=frontend):
-                now = placement_now(self.instance, self.placement) if balancing is None else balancing.now()
-                return [(frontend, now)]
-            case RecordLoads(frontend=frontend, action=action):
-                return self._record(frontend, action)
-            case WindowLoads() | NewPlacement() | Rebalance():
-                if balancing is not None:
-                    balancing.handle(message)
-        return []
-
-    def _record(self, frontend: int, action: str) -> list[tuple[int, ToFrontendBalancing]]:
-        if action == "start":
-            self.load.start()
-        elif action == "stop":
-            self.load.stop()
-        else:
-            recorded = RecordedLoads(
-                instance=self.instance,
-                deployment=self.deployment,
-                rank=self.rank,
-                layers=list(self.layers),
-                pairs=self.load.recorded_LE.tobytes(),
-            )
-            return [(frontend, recorded)]
-        return []
-
-    def status(self, now: float) -> BalancingStatus | None:
-        """For the metrics."""
-        return None if self.balancing is None else self.balancing.status(now)
-
-    def close(self) -> None:
-        """End the threads and the solver."""
-        if self.balancing is not None:
-            self.balancing.close()

@@ -98,16 +98,17 @@ class Controller:
         self._forced = True
         self.mover.give_up("another rebalance was asked for")
 
-    def poll(self, now: float) -> None:
-        """Take an answer, ask what there is to ask."""
+    def poll(self, now: float, *, hold: bool = False) -> None:
+        """Take an answer, ask what there is to ask. `hold`: nothing is asked, and an answer moves nothing."""
         if self._asked is not None:
             answer = self.solver.answer()
             if answer is not None:
                 self._asked = None
-                self._take(answer, now)
+                self._take(answer, now, hold=hold)
             elif now - self._asked > SOLVER_SECONDS:
                 self._restart(f"the solver did not answer within {SOLVER_SECONDS:g} s")
-        if self._asked is None and not self.mover.busy and (self._pairs_LE is not None or self._forced):
+        wanted = self._pairs_LE is not None or self._forced
+        if wanted and self._asked is None and not self.mover.busy and not hold:
             self._ask(now)
 
     def move_to(self, target: Placement, moves_3M: NDArray[np.int64], now: float) -> None:
@@ -143,7 +144,7 @@ class Controller:
         self.solver.ask(self.question(self._pairs_LE))
         self._pairs_LE, self._forced, self._asked = None, False, now
 
-    def _take(self, answer: Answer, now: float) -> None:
+    def _take(self, answer: Answer, now: float, *, hold: bool) -> None:
         if answer.ended:
             self._restart("the solver's process has ended")
             return
@@ -153,7 +154,7 @@ class Controller:
             return
         self.stalled, self.decided, self.newest = False, now, answer
         self.moves = answer.moves or self.moves
-        if answer.action == "wait":
+        if answer.action == "wait" or hold:
             return
         current = self.mover.placement
         shape = current.slot_to_expert_LS.shape

@@ -1,4 +1,4 @@
-"""What ranks and frontends say to each other about expert loads and placements: typed msgpack, no torch.
+"""What ranks and frontends tell each other of expert loads, placements and reloads: typed msgpack, no torch.
 
 Arrays travel as the bytes of their C order. L MoE layers, E experts, S slots, M moves.
 """
@@ -129,6 +129,38 @@ class RecordedLoads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     pairs: bytes
 
 
+ReloadState = Literal["staged", "in use", "failed"]
+
+
+class Reload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Frontend -> rank: read the weights of a checkpoint, and say when that is done.
+
+    version  a number that no other reload of the launch has, above all tickets of moves (`engine.agree`)
+    """
+
+    frontend: int
+    version: int
+    path: str
+
+
+class FinishReload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Frontend -> rank: all ranks have read the weights, use them; or, with `commit` False, drop them."""
+
+    version: int
+    commit: bool
+    why: str = ""
+
+
+class ReloadAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank -> frontend: the weights are read, in use, or dropped. `why` is empty where another rank failed."""
+
+    instance: str
+    rank: int
+    version: int
+    state: ReloadState
+    why: str = ""
+
+
 class BalancingStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How balancing goes on one rank, since the start unless said otherwise.
 
@@ -155,5 +187,5 @@ class BalancingStatus(msgspec.Struct, frozen=True, kw_only=True):
     slot_skew: float = 1.0
 
 
-ToRankBalancing = WindowLoads | NewPlacement | Rebalance | AskPlacement | RecordLoads
-ToFrontendBalancing = PlacementNow | RecordedLoads
+ToRankBalancing = WindowLoads | NewPlacement | Rebalance | AskPlacement | RecordLoads | Reload | FinishReload
+ToFrontendBalancing = PlacementNow | RecordedLoads | ReloadAnswer

@@ -1,18 +1,26 @@
-"""Admin endpoints of expert placement and loads: routes and their answers, nothing else."""
+"""Admin endpoints of expert placement, loads and new weights: routes and their answers, nothing else."""
 
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import FastAPI, Query
+from fastapi import Body, FastAPI, Query
 from fastapi.responses import Response
 
+from moe_runtime.errors import RequestRefused, UserError
 from moe_runtime.frontend.experts import Experts
 from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.server.openapi import ANSWERS
 
 
-def add_experts_admin(app: FastAPI, experts: Experts) -> None:
-    """/admin/placement, /admin/rebalance, /admin/expert-load/{start,stop,dump}."""
+def add_experts_admin(app: FastAPI, experts: Experts, check_weights: Callable[[Path], None]) -> None:
+    """/admin/placement, /admin/rebalance, /admin/reload, /admin/expert-load/{start,stop,dump}.
+
+    `check_weights` raises UserError for a checkpoint that cannot take the place of the one in use.
+    """
 
     @app.get("/admin/placement", responses=ANSWERS)
     async def placement() -> Response:
@@ -29,6 +37,19 @@ def add_experts_admin(app: FastAPI, experts: Experts) -> None:
             raise ApiError(400, "no deployment of the plan has balancing.enabled", code="not_enabled")
         experts.rebalance(live)
         return _json({"status": "asked", "instances": live})
+
+    @app.post("/admin/reload", responses=ANSWERS)
+    async def reload(path: Annotated[str, Body(embed=True)]) -> Response:
+        """Serve the weights of another checkpoint of the same model; answers when all ranks do, or none."""
+        start = time.monotonic()
+        try:
+            await asyncio.to_thread(check_weights, Path(path))
+            await _answered(experts.reload(Path(path)))
+        except UserError as error:
+            raise ApiError(400, str(error), param="path") from error
+        except RequestRefused as error:
+            raise ApiError(409, str(error), code="not_reloaded") from error
+        return _json({"status": "reloaded", "path": path, "seconds": round(time.monotonic() - start, 3)})
 
     @app.post("/admin/expert-load/{action}", responses=ANSWERS)
     async def expert_load(

@@ -1,0 +1,33 @@
+"""What a checkpoint has to be to take the place of the one that is served. No torch."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from moe_runtime.checkpoint.reader import Checkpoint
+from moe_runtime.errors import CheckpointError, PlanError
+from moe_runtime.launch.preflight import Preflight
+from moe_runtime.models.families.registry import read_spec, skipped_tensor
+
+TOKENIZER = "tokenizer.json"
+
+
+def require_replacement(flight: Preflight, path: Path) -> None:
+    """Check config, tokenizer and headers of a checkpoint against the plan's.
+
+    Its dtype may differ: weights are converted as they are read. Raises CheckpointError naming what differs
+    or is missing, and PlanError where nothing can be reloaded.
+    """
+    device = flight.effective.cluster.device
+    if device != "cpu":
+        raise PlanError("cluster.device", "weights are reloaded on CPUs only", value=device)
+    served = flight.model
+    model = read_spec(path, served.dtype)
+    differing = [f.name for f in fields(served) if getattr(served, f.name) != getattr(model, f.name)]
+    if differing:
+        named = ", ".join(f"{n}: {getattr(model, n)!r} instead of {getattr(served, n)!r}" for n in differing)
+        raise CheckpointError(f"{path}: another model than the one that is served; {named}")
+    mine, theirs = Path(flight.effective.model.path) / TOKENIZER, path / TOKENIZER
+    if theirs.exists() and theirs.read_bytes() != mine.read_bytes():
+        raise CheckpointError(f"{theirs}: another tokenizer than the one that is served")
+    with Checkpoint.open(path) as checkpoint:
+        checkpoint.validate(flight.targets, lambda name: skipped_tensor(served, name))

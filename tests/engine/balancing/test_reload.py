@@ -1,0 +1,148 @@
+"""Reloads of weights while requests run: what comes after is what a fresh launch of the new weights says."""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
+from safetensors.numpy import load_file, save_file
+
+from moe_runtime.checkpoint.make import make_checkpoint
+from moe_runtime.frontend.experts import Experts
+from moe_runtime.frontend.live import Live
+from moe_runtime.frontend.openai.errors import ApiError
+from moe_runtime.frontend.server.experts_admin import add_experts_admin
+from moe_runtime.launch.preflight import preflight
+from moe_runtime.launch.reload import require_replacement
+from moe_runtime.scheduler.scheduler import Scheduler
+from tests.engine.in_process import InProcess, ranks, running
+
+TOKENS = 60
+PROMPTS = [np.random.default_rng(seed).integers(8, 512, 20).tolist() for seed in range(3)]
+# Bit for bit the same whatever else is in a batch, so that tokens can be compared.
+SURE: dict[str, Any] = {"deterministic": True, "scheduler": {"pipeline_depth": 1}}
+DEPLOYMENTS: dict[str, dict] = {"split": {"prefill": SURE, "decode": SURE}, "unified": {"unified": SURE}}
+
+
+Work = Callable[[InProcess, httpx.AsyncClient], Awaitable[Any]]
+
+
+def serve(folder: Path, checkpoint: Path, deployments: dict, work: Work) -> Any:
+    """Run `work` against a launch of a checkpoint, with the admin endpoints before it."""
+
+    async def main(engines: Any, bootstrap: Any) -> Any:
+        flight = preflight(folder / "plan.yaml", (), check_tensors=False)
+        async with running(engines, bootstrap) as launch, _client(launch, flight) as client:
+            result = await work(launch, client)
+            await launch.until(launch.at_baseline, 5, "everything back")
+            return result
+
+    folder.mkdir(exist_ok=True)
+    with ranks(folder, checkpoint, deployments) as (engines, bootstrap):
+        return asyncio.run(main(engines, bootstrap))
+
+
+@asynccontextmanager
+async def _client(launch: InProcess, flight: Any) -> Any:
+    app = FastAPI()
+    add_experts_admin(app, Experts(launch.fleet), partial(require_replacement, flight))
+
+    @app.exception_handler(ApiError)
+    async def refused(request: object, error: Any) -> Response:
+        return Response(error.body, error.status)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        yield client
+
+
+async def generate(launch: InProcess, asked: list[tuple[list[int], int]]) -> list[list[int]]:
+    lives = [launch.submit(prompt, count) for prompt, count in asked]
+    await asyncio.gather(*(live.done.wait() for live in lives))
+    return [live.token_ids for live in lives]
+
+
+@pytest.mark.parametrize("name", ["split", pytest.param("unified", marks=pytest.mark.soak)])
+def test_running_requests_go_on_with_the_new_weights(tmp_path, monkeypatch, name):
+    """Also those that are queued or on their way between instances; no prefix of the old weights is found.
+
+    What cannot be served is refused before that, and changes nothing.
+    """
+    old, new = tmp_path / "old", tmp_path / "new"
+    for seed, folder in enumerate((old, new)):
+        make_checkpoint(folder, family="deepseek_v3", size="tiny", seed=seed)
+    unfit = spoiled(tmp_path, new)
+    swaps: list[dict[int, int]] = []
+    forget = Scheduler.forget_kv
+
+    def noted(scheduler: Scheduler) -> None:
+        swaps.append({i: s.num_known - s.prompt_len for i, s in scheduler.by_request.items()})
+        forget(scheduler)
+
+    monkeypatch.setattr(Scheduler, "forget_kv", noted)
+
+    async def work(launch: InProcess, client: httpx.AsyncClient) -> Found:
+        still = await generate(launch, [(prompt, TOKENS) for prompt in PROMPTS])
+        refused = []
+        for folder in unfit:
+            answer = await client.post("/admin/reload", json={"path": str(folder)})
+            refused.append((answer.status_code, answer.json()["error"]["message"]))
+        again = [launch.submit(prompt, TOKENS) for prompt in PROMPTS]
+        await launch.until(lambda: all(len(live.token_ids) > 3 for live in again), 20, "all decode")
+        asked = asyncio.create_task(client.post("/admin/reload", json={"path": str(new)}))
+        while not asked.done():
+            await launch.submit(PROMPTS[0][:9], 3).done.wait()
+        answer = await asked
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["status"] == "reloaded"
+        await asyncio.gather(*(live.done.wait() for live in again))
+        return Found(still, refused, again, await generate(launch, [(prompt, 8) for prompt in PROMPTS]))
+
+    found: Found = serve(tmp_path / "reloaded", old, DEPLOYMENTS[name], work)
+    assert [code for code, _ in found.refused] == [400, 400, 400, 409]
+    for (_, message), what in zip(
+        found.refused, ("config.json", "another model", "another tokenizer", "NaN"), strict=True
+    ):
+        assert what in message
+    assert len(swaps) == len(DEPLOYMENTS[name])
+    # Tokens that each had when the instance that decodes changed its weights.
+    at = [max(s[live.request.id] for s in swaps if live.request.id in s) for live in found.again]
+    assert all(3 < k < TOKENS for k in at)
+    cut = [(p + live.token_ids[:k], TOKENS - k) for p, live, k in zip(PROMPTS, found.again, at, strict=True)]
+
+    async def ask(launch: InProcess, _: object) -> list[list[int]]:
+        return await generate(launch, cut + [(prompt, 8) for prompt in PROMPTS])
+
+    fresh = serve(tmp_path / "fresh", new, DEPLOYMENTS[name], ask)
+    for live, k, still, rest in zip(found.again, at, found.still, fresh[: len(cut)], strict=True):
+        assert live.token_ids == still[:k] + rest
+        assert rest != still[k:]
+    assert found.after == fresh[len(cut) :]
+
+
+class Found(NamedTuple):
+    still: list[list[int]]
+    refused: list[tuple[int, str]]
+    again: list[Live]
+    after: list[list[int]]
+
+
+def spoiled(folder: Path, model: Path) -> list[Path]:
+    """Checkpoints that cannot take the model's place: none, of another model, of other words, with a NaN."""
+    other, words, nan = folder / "other", folder / "words", folder / "nan"
+    make_checkpoint(other, family="qwen3_moe", size="tiny")
+    for copy in (words, nan):
+        shutil.copytree(model, copy)
+    (words / "tokenizer.json").write_text("{}")
+    file = sorted(nan.glob("*.safetensors"))[-1]
+    tensors = {name: values.copy() for name, values in load_file(file).items()}
+    next(v for name, v in tensors.items() if "e_score_correction_bias" not in name).reshape(-1)[0] = np.nan
+    save_file(tensors, file)
+    return [folder / "missing", other, words, nan]
