@@ -58,7 +58,11 @@ def parser() -> argparse.ArgumentParser:
     _generate(commands.add_parser("generate", help="generate from a file of prompts"))
     _plan(commands.add_parser("serve", help="serve a plan's model to OpenAI clients"))
     _bench(commands.add_parser("bench", help="replay a request trace and write a throughput-per-node report"))
-    _report(commands.add_parser("report", help="print saved reports, side by side"))
+    _report(
+        commands.add_parser(
+            "report", help="print saved reports, side by side; write them as a page, Markdown or CSV"
+        )
+    )
     _eplb(commands.add_parser("eplb", help="place experts for measured loads; say what it gains and moves"))
     return root
 
@@ -131,6 +135,12 @@ def _bench(p: argparse.ArgumentParser) -> None:
 
 def _report(p: argparse.ArgumentParser) -> None:
     p.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
+    p.add_argument("--html", type=Path, metavar="F.html", help="write a page that needs nothing else")
+    p.add_argument("--markdown", type=Path, metavar="F.md", help="write the tables as Markdown")
+    p.add_argument("--csv", type=Path, metavar="F.csv", help="write every figure, a column for each run")
+    p.add_argument(
+        "--price-per-node-hour", type=_positive, metavar="X", help="also say what a million tokens cost"
+    )
 
 
 def _eplb(p: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ def render_many(reports: Sequence[tuple[str, Report]], *, color: bool = False, w
         for label, value in rows:
             grid.add_row(label, *(value(report) for _, report in shown))
         parts.append(titled(title, grid, color=color))
-    notes = _differences([report for _, report in reports])
+    notes = differences([report for _, report in reports])
     return to_text([*parts, bullets("Warnings", notes, width)], color=color, width=width)
 
 
@@ -79,7 +79,7 @@ def _two(row: Percentiles | None) -> str:
     return "n/a" if row is None else f"{number(row.p50)} / {number(row.p99)}"
 
 
-def _differences(reports: Sequence[Report]) -> list[str]:
+def differences(reports: Sequence[Report]) -> list[str]:
     """What makes the columns hard to compare."""
     checks: list[Row] = [
         ("machines", lambda r: f"{r.machine.hardware} {r.machine.cpu_model} {r.machine.cores}"),

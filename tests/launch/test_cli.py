@@ -19,7 +19,7 @@ FROZEN = {
     "serve": "PLAN [--set]",
     "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--http] [--timeline-out]"
     " [--dump-expert-load]",
-    "report": "RUN.json+",
+    "report": "RUN.json+ [--html] [--markdown] [--csv] [--price-per-node-hour]",
     "eplb": "--load --topology --slots [--current] --out [--groups] [--quality] [--split] [--expert-bytes]"
     " [--horizon] [--plot]",
 }

@@ -1,0 +1,118 @@
+"""Where a step's time goes: by phase as measured, and by part and bound where a simulation tells."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from moe_runtime.report.html.axes import legend, panel
+from moe_runtime.report.html.bars import stacked_bar
+from moe_runtime.report.html.figures import Format, Key, Run, milliseconds, number, percent
+from moe_runtime.report.html.markup import Html, el, join
+from moe_runtime.report.html.parts import color, of_run, role_heading, role_names, role_of, section
+from moe_runtime.report.html.tables import fold, name, table
+from moe_runtime.report.schema import Deployment
+
+
+class _Cut(NamedTuple):
+    """A way to cut the time: a tuple of entries at `path` with a name, seconds and a share."""
+
+    title: str
+    unit: str
+    path: tuple[Key, ...]
+    named: str
+    seconds: str
+    shown_seconds: tuple[str, Format]
+
+
+_CUTS = (
+    _Cut(
+        "time of a step, by phase",
+        "mean of the ranks, host time",
+        ("phases",),
+        "phase",
+        "seconds_per_step",
+        ("ms per rank and step", milliseconds),
+    ),
+    _Cut(
+        "wall time, by part",
+        "of all instances",
+        ("attribution", "total", "parts"),
+        "name",
+        "seconds",
+        ("s", number),
+    ),
+    _Cut(
+        "wall time, by what bounds it",
+        "of all instances",
+        ("attribution", "total", "bounds"),
+        "name",
+        "seconds",
+        ("s", number),
+    ),
+)
+
+
+def time_use(runs: Sequence[Run]) -> Html | None:
+    colors = _colors(runs)
+    parts = [part for role in role_names(runs) for part in _role(role, runs, colors)]
+    return section("attribution", "Where time goes", join(parts)) if parts else None
+
+
+def _entries(run: Run, d: Deployment, cut: _Cut) -> Sequence[dict[str, str | float]]:
+    return run.value("deployments", d.name, *cut.path) or ()
+
+
+def _colors(runs: Sequence[Run]) -> dict[str, str]:
+    """The same colour for the same name on the whole page."""
+    names = dict.fromkeys(
+        str(entry[cut.named])
+        for cut in _CUTS
+        for run in runs
+        for d in run.report.deployments
+        for entry in _entries(run, d, cut)
+    )
+    return {name: color(i) for i, name in enumerate(names)}
+
+
+def _role(role: str, runs: Sequence[Run], colors: dict[str, str]) -> list[Html]:
+    shown = [(run, d) for run in runs if (d := role_of(run, role)) is not None]
+    charts = [
+        _chart(run, d, cut, of_run(run, runs, cut.title), colors)
+        for cut in _CUTS
+        for run, d in shown
+        if _entries(run, d, cut)
+    ]
+    if not charts:
+        return []
+    lines = [line for run, d in shown for line in _roofline(run, d, runs)]
+    return [role_heading(role), el("div", *charts, class_="panels two"), *lines]
+
+
+def _chart(run: Run, d: Deployment, cut: _Cut, title: Html, colors: dict[str, str]) -> Html:
+    at = ("deployments", d.name, *cut.path)
+    pieces, rows, key = [], [], []
+    for i, entry in enumerate(_entries(run, d, cut)):
+        here = (*at, i)
+        named, share = str(entry[cut.named]), float(entry["share"])
+        said = join([f"{named}: {percent(share)}"])
+        pieces.append((colors[named], share, said, run.marks(*here, "share")))
+        key.append(
+            (colors[named], join([run.word(*here, cut.named), " ", run.figure(*here, "share", form=percent)]))
+        )
+        unit, form = cut.shown_seconds
+        rows.append(
+            (
+                name(run.word(*here, cut.named)),
+                run.figure(*here, cut.seconds, form=form, tag="td"),
+                run.figure(*here, "share", form=percent, tag="td"),
+            )
+        )
+    picture = stacked_bar(f"{cut.title}, {d.name}", pieces)
+    return panel(title, cut.unit, picture, legend(key), fold("Table", table(("", unit, "share"), rows)))
+
+
+def _roofline(run: Run, d: Deployment, runs: Sequence[Run]) -> list[Html]:
+    if d.attribution is None or d.attribution.total.roofline is None:
+        return []
+    figure = run.figure("deployments", d.name, "attribution", "total", "roofline", form=percent)
+    what = of_run(run, runs, "steps ran at ")
+    return [el("p", what, figure, " of the roofline: their ideal time over the time they took.")]
