@@ -115,7 +115,12 @@ async def serve(app: Any, port: int) -> None:
 
 async def run_ours(folder: Path, checkpoint: Path, port: int) -> None:
     rank = RankAddress(
-        instance="unified-0", deployment="unified", rank=0, address=f"ipc://{folder}/rank", kv_tokens=LONGEST
+        instance="unified-0",
+        deployment="unified",
+        rank=0,
+        address=f"ipc://{folder}/rank",
+        kv_tokens=LONGEST,
+        max_sequences=1024,
     )
     fleet = Fleet(Bootstrap(frontend=0, frontends=1, address=f"ipc://{folder}/frontend", ranks=[rank]))
     await fleet.start()

@@ -110,6 +110,7 @@ def rank_addresses(flight: Preflight, session: Path) -> list[RankAddress]:
             rank=rank,
             address=inbox_address(session, i.name, rank),
             kv_tokens=d.kv_cache.blocks * d.kv_cache.block_tokens,
+            max_sequences=d.scheduler.max_sequences,
         )
         for i in flight.effective.instances
         for d in [flight.effective.deployment(i.deployment)]

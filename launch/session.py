@@ -78,7 +78,7 @@ async def _frontend(flight: Preflight, bootstrap: Bootstrap, work: Work, timelin
 
 
 async def _serving(flight: Preflight, bootstrap: Bootstrap, work: Work) -> int:
-    fleet = Fleet(bootstrap)
+    fleet = Fleet(bootstrap, bounded=True)
     try:
         return await work(flight, fleet)
     finally:

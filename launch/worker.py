@@ -23,6 +23,7 @@ from moe_runtime.engine.collectives import CollectiveTrace, TracedBuffer, Traced
 from moe_runtime.engine.desk import Identity, RequestDesk
 from moe_runtime.engine.limits import LEASE_SECONDS, agree_limits, chunk_budget, scheduler_limits
 from moe_runtime.engine.messages import ToRank
+from moe_runtime.engine.promises import Promises, room_of
 from moe_runtime.engine.rank import RankEngine
 from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.engine.structures import Structures
@@ -243,6 +244,13 @@ def _desk(
         leases=Leases(LEASE_SECONDS),
         pool=loaded.pool,
         transport=transport,
+        promises=Promises(
+            room_of(
+                deployment.name,
+                kv_tokens=deployment.kv_cache.blocks * deployment.kv_cache.block_tokens,
+                max_sequences=deployment.scheduler.max_sequences,
+            )
+        ),
         tally=Tally(flight.model.num_moe_layers),
         experts=make_expert_desk(
             place,

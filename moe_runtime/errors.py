@@ -7,6 +7,7 @@ MoeRuntimeError
 │   ├── InputError            a prompt file, a trace, a request
 │   └── UnavailableError      an optional package is missing; carries the install line
 ├── RequestRefused            one request cannot be served; the others go on
+│   └── NoRoom                no rank has room for it now: worth asking again
 ├── StepTimeout               ranks did not arrive in time: the instance ends
 ├── PeerLost                  a peer process is gone: the instance ends (secondary failure)
 └── TransferError             KV could not be moved; the request may be prefilled again
@@ -68,6 +69,10 @@ class UnavailableError(UserError):
 
 class RequestRefused(MoeRuntimeError):
     """One request cannot be served (too long, bad parameters); the instance goes on."""
+
+
+class NoRoom(RequestRefused):
+    """Every rank that could take a request has promised all it can; in a while it may be different."""
 
 
 class StepTimeout(MoeRuntimeError):

@@ -118,7 +118,6 @@ def _service(flight: Preflight, fleet: Fleet) -> Service:
         max_positions=flight.model.max_positions,
         ttft_seconds=plan.slo.ttft_ms / 1e3,
         timeout=plan.server.timeout_s,
-        frontends=plan.server.frontends,
     )
     admission = Admission(limits)
     board = Board(fleet.ranks)

@@ -19,6 +19,7 @@ from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
     Collect,
+    Full,
     Goodbye,
     Hello,
     Prefilled,
@@ -26,6 +27,8 @@ from moe_runtime.engine.messages import (
     Refused,
     Release,
     Renew,
+    Reserve,
+    Reserved,
     Start,
     Stats,
     Status,
@@ -38,6 +41,7 @@ from moe_runtime.engine.messages import (
     Wake,
     Watch,
 )
+from moe_runtime.engine.promises import Promises
 from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.engine.structures import Structures
 from moe_runtime.engine.tally import Tally
@@ -95,6 +99,7 @@ class RequestDesk:
     pool: HostPool | None
     transport: KVTransport | None
     structures: Structures
+    promises: Promises
     tally: Tally
     experts: ExpertDesk
     stopping: bool = False
@@ -182,6 +187,8 @@ class RequestDesk:
             frontend = request >> FRONTEND_SHIFT
             extra = extras.get(event.sample, NOTHING)
             start = self._starts.pop(request, None)
+            if event.kind != "token":
+                self.promises.end(request)
             if event.kind == "handoff":
                 prefilled = Prefilled(
                     handoff=self._grant(event), logits=extra.logits, logprobs=extra.logprobs, start=start
@@ -213,14 +220,10 @@ class RequestDesk:
         self.changed = True
         match message:
             case Submit() | SubmitTransferred():
-                self._arrived[message.request.id] = time.monotonic()
-                if isinstance(message, SubmitTransferred):
-                    self._sources[message.request.id] = message.handoff.source
-                structure = message.request.sampling.structure
-                if structure is None:
-                    self._admit(message, None)
-                else:
-                    self._compiling.append(_Compiling(message, self.structures.start(structure)))
+                self._take(message)
+            case Reserve(request=request_id, tokens=tokens):
+                if self._promise(request_id, tokens):
+                    self._tell(request_id >> FRONTEND_SHIFT, Reserved(request=request_id))
             case Abort(request=request_id):
                 self._abort(request_id)
             case Release(lease=lease):
@@ -247,6 +250,40 @@ class RequestDesk:
                 for frontend, answer in self.experts.handle(message):
                     self._tell(frontend, answer)
 
+    def _take(self, message: Submit | SubmitTransferred) -> None:
+        """A request came: see to its constraint, then queue it."""
+        request = message.request
+        tokens = len(request.prompt) + request.sampling.max_tokens
+        if isinstance(message, Submit):
+            tokens = len(request.prompt) if message.handoff else tokens
+            if message.bounded and not self._promise(request.id, tokens):
+                return
+        else:
+            self._sources[request.id] = message.handoff.source
+        self.promises.add(request.id, tokens)
+        self._arrived[request.id] = time.monotonic()
+        if request.sampling.structure is None:
+            self._admit(message, None)
+        else:
+            self._compiling.append(_Compiling(message, self.structures.start(request.sampling.structure)))
+
+    def _promise(self, request_id: int, tokens: int) -> bool:
+        """Promise to serve a request, or tell its frontend that there is no room."""
+        leased = self.leases.num_blocks * self.scheduler.limits.block_tokens
+        if self.promises.fits(tokens, held=leased):
+            self.promises.add(request_id, tokens)
+            return True
+        me, promises = self.identity, self.promises
+        full = Full(
+            request=request_id,
+            instance=me.instance,
+            rank=me.rank,
+            tokens=promises.tokens + leased,
+            requests=promises.requests,
+        )
+        self._tell(request_id >> FRONTEND_SHIFT, full)
+        return False
+
     def _admit(self, message: Submit | SubmitTransferred, constraint: Constraint | None) -> None:
         """Queue a request at the scheduler, or refuse it."""
         make = partial(make_sequence, message.request, self.eos_token_ids, constraint=constraint)
@@ -262,10 +299,12 @@ class RequestDesk:
 
     def _refuse(self, request_id: int, reason: str) -> None:
         self._arrived.pop(request_id, None)
+        self.promises.end(request_id)
         source = self._sources.pop(request_id, None)
         if source is not None:
             self._release(source)
-        refused = Refused(request=request_id, reason=f"{self.identity.deployment}: {reason}")
+        me = self.identity
+        refused = Refused(request=request_id, instance=me.instance, reason=f"{me.deployment}: {reason}")
         self._tell(request_id >> FRONTEND_SHIFT, refused)
 
     def _poll_compiling(self) -> None:
@@ -282,6 +321,7 @@ class RequestDesk:
     def _abort(self, request_id: int) -> None:
         self._arrived.pop(request_id, None)
         self._starts.pop(request_id, None)
+        self.promises.end(request_id)
         self._compiling = [w for w in self._compiling if w.message.request.id != request_id]
         self.scheduler.abort(request_id)
         for blocks in self.leases.release_request(request_id):
@@ -352,9 +392,14 @@ class RequestDesk:
     def _report(self, now: float) -> None:
         """Send the frontends that are due how this rank is doing."""
         scheduler = self.scheduler
-        load = (len(scheduler.waiting), scheduler.table.num_running, len(self._pulls))
+        load = (
+            len(scheduler.waiting),
+            scheduler.table.num_running,
+            len(self._pulls),
+            self.promises.requests,
+        )
         for frontend in self._watchers.due(now, load):
-            others = (s for i, s in scheduler.by_request.items() if i >> FRONTEND_SHIFT != frontend)
+            others_tokens, others_requests = self.promises.besides(frontend, FRONTEND_SHIFT)
             status = Status(
                 instance=self.identity.instance,
                 deployment=self.identity.deployment,
@@ -369,7 +414,8 @@ class RequestDesk:
                 kv_used=scheduler.pool.num_used,
                 kv_cached=scheduler.pool.num_idle,
                 block_tokens=scheduler.limits.block_tokens,
-                others_tokens=sum(len(s.tokens) for s in others),
+                others_tokens=others_tokens,
+                others_requests=others_requests,
                 chunk_tokens=self.tally.chunk_tokens,
                 totals=self.tally.totals(),
                 balancing=self.experts.status(now),

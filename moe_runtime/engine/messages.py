@@ -34,10 +34,24 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Frontend -> rank: run a request. `handoff`: only to its first token, then hand it over."""
+    """Frontend -> rank: run a request. `handoff`: only to its first token, then hand it over.
+
+    `bounded`: answer Full instead of promising more than the rank has room for.
+    """
 
     request: Request
     handoff: bool
+    bounded: bool = False
+
+
+class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Frontend -> decode rank: promise to go on with a request that is prefilled meanwhile.
+
+    The answer is Reserved or Full; an Abort gives it back.
+    """
+
+    request: int
+    tokens: int
 
 
 class SubmitTransferred(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -136,7 +150,24 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank -> frontend: the request cannot be served."""
 
     request: int
+    instance: str
     reason: str
+
+
+class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Decode rank -> frontend: the request has its place here."""
+
+    request: int
+
+
+class Full(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank -> frontend: no room for the request now. So many tokens and requests are promised to all."""
+
+    request: int
+    instance: str
+    rank: int
+    tokens: int
+    requests: int
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -203,7 +234,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     running         sequences in the table, those among them whose KV is on the way are `pulling`
     kv_blocks       all blocks; `kv_used` of them hold live sequences or leases, `kv_cached` of the rest
                     hold prefixes that a new request may reuse
-    others_tokens   prompt and requested output tokens of what other frontends have here
+    others_tokens   tokens promised to other frontends, of `others_requests` requests
     chunk_tokens    prefill rows that the newest step was allowed
     balancing       None where experts stay where they are
     """
@@ -222,6 +253,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cached: int
     block_tokens: int
     others_tokens: int
+    others_requests: int
     chunk_tokens: int
     totals: RankTotals
     balancing: BalancingStatus | None = None
@@ -231,6 +263,7 @@ ToRank = (
     Hello
     | Watch
     | Submit
+    | Reserve
     | SubmitTransferred
     | Abort
     | Release
@@ -240,4 +273,4 @@ ToRank = (
     | Goodbye
     | ToRankBalancing
 )
-ToFrontend = Ready | StepTokens | Prefilled | Refused | Stats | Status | ToFrontendBalancing
+ToFrontend = Ready | StepTokens | Prefilled | Refused | Reserved | Full | Stats | Status | ToFrontendBalancing

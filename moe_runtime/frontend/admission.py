@@ -84,16 +84,18 @@ def derive_limits(
     ttft_seconds: float,
     prompt_ranks: int = 1,
     timeout: float | None = None,
-    frontends: int = 1,
 ) -> AdmissionLimits:
-    """Limits that follow from the KV capacity of the ranks that decode, shared by the frontends.
+    """Limits that follow from the KV capacity of the ranks that decode.
+
+    Each of several frontends may use all of it: which of them a client meets is chance, and ranks promise
+    no more than they have room for.
 
     `prefill_kv_tokens` is what one prefill rank caches (a unified rank: the same as `rank_kv_tokens`).
     As much as runs may wait once more. What bounds the queue in practice is that a request may expect to
     wait for half of the objective, and to have its first token within the whole of it.
     """
-    running_requests = max(1, decode_ranks * rank_sequences // frontends)
-    running_tokens = max(1, decode_ranks * rank_kv_tokens // frontends)
+    running_requests = decode_ranks * rank_sequences
+    running_tokens = decode_ranks * rank_kv_tokens
     return AdmissionLimits(
         longest=min(max_positions, rank_kv_tokens),
         longest_prompt=min(max_positions, prefill_kv_tokens),

@@ -4,13 +4,14 @@ import msgspec
 
 
 class RankAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank listens, what it is, and how many tokens its KV cache holds."""
+    """Where a rank listens, what it is, and how many tokens its KV cache and sequences its batch holds."""
 
     instance: str
     deployment: str
     rank: int
     address: str
     kv_tokens: int
+    max_sequences: int
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):

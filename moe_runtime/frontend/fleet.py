@@ -5,7 +5,6 @@ decode, and keeps what came back. Knows no HTTP, no traces, no torch.
 import asyncio
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import msgspec
 import zmq
@@ -21,11 +20,14 @@ from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
     Collect,
+    Full,
     Goodbye,
     Hello,
     Prefilled,
     Ready,
     Refused,
+    Reserve,
+    Reserved,
     Stats,
     Status,
     StepTokens,
@@ -36,31 +38,32 @@ from moe_runtime.engine.messages import (
     Watch,
 )
 from moe_runtime.engine.sockets import Outbox
-from moe_runtime.errors import RequestRefused
-from moe_runtime.frontend.bootstrap import Bootstrap, RankAddress
-from moe_runtime.frontend.live import Live
-from moe_runtime.frontend.router import AFFINITY_TOKENS, Router, Target
+from moe_runtime.errors import NoRoom, RequestRefused
+from moe_runtime.frontend.bootstrap import Bootstrap
+from moe_runtime.frontend.live import Live, Route
+from moe_runtime.frontend.routes import Routes
 from moe_runtime.report.records import RankSteps, unpack
 from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.spec.requests import FinishReason, Request, SamplingParams
 
 
 class Fleet:
-    """All ranks of a launch, as one frontend sees them. Use as: start, submit..., collect, shutdown."""
+    """All ranks of a launch, as one frontend sees them. Use as: start, submit..., collect, shutdown.
 
-    def __init__(self, bootstrap: Bootstrap) -> None:
+    `bounded`: ranks may turn requests away that they have no room for, as a server's clients can ask
+    again; otherwise everything waits until there is room.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, *, bounded: bool = False) -> None:
         self._bootstrap = bootstrap
+        self._bounded = bounded
         self._context: zmq.asyncio.Context = zmq.asyncio.Context()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
         self._outbox = Outbox(zmq.Context.shadow(self._context.underlying))
         self._addresses = {(r.instance, r.rank): r.address for r in bootstrap.ranks}
         self._decoder = msgspec.msgpack.Decoder(ToFrontend)
-        self._routers = {
-            role: _router([r for r in bootstrap.ranks if r.deployment == role])
-            for role in dict.fromkeys(r.deployment for r in bootstrap.ranks)
-        }
-        self._entry = "unified" if "unified" in self._routers else "prefill"
+        self._routes = Routes(bootstrap.ranks, bounded=bounded)
         self._live: dict[int, Live] = {}
         self._ready: set[tuple[str, int]] = set()
         self._steps: dict[tuple[str, int], RankSteps] = {}
@@ -124,7 +127,8 @@ class Fleet:
         """Send a request to a rank; await `live.done` for its end, or be notified of every token.
 
         `priority`: lower is served first. `rank`: the index of the rank among those that take new
-        requests, instead of the router's choice. Raises RequestRefused if no rank can be chosen.
+        requests, instead of the router's choice. Raises RequestRefused if no rank can be chosen, NoRoom
+        if all of them are known to be full; a rank that turns out to be sends it to the next one.
         """
         request = Request(
             id=self.new_id() if request_id is None else request_id,
@@ -133,22 +137,26 @@ class Fleet:
             priority=priority,
             cache_salt=cache_salt,
         )
-        live = Live(request, sent=time.monotonic())
+        live = Live(request, sent=time.monotonic(), rank=rank, bounded=self._bounded)
         if notify is not None:
             live.notify = notify
-        target = self._assign(live, self._entry, rank)
         self._live[request.id] = live
-        self._outbox.send(self._address(target), Submit(request=request, handoff=self._entry == "prefill"))
-        live.prefill_instance = target.instance
+        try:
+            roles = [self._routes.entry]
+            if self._routes.entry == "prefill" and sampling.max_tokens > 1:
+                roles.append("decode")
+            for role in roles:
+                self._routes.assign(live, role)
+            for role in roles:
+                self._tell(live, role)
+        except RequestRefused:
+            self._leave(live)
+            raise
         return live
 
     def abort(self, live: Live, reason: str = FinishReason.ABORT, error: str | None = None) -> None:
         """Stop a request wherever it is; its end is known at once. Harmless when it has ended."""
         if live.request.id in self._live:
-            if live.route is not None:
-                role, index, _ = live.route
-                address = self._address(self._routers[role].targets[index])
-                self._outbox.send(address, Abort(request=live.request.id))
             self._finish(live, reason, error)
 
     async def collect(self) -> list[RankSteps]:
@@ -212,12 +220,20 @@ class Fleet:
                     self._token(token, instance, now)
             case Prefilled(handoff=handoff):
                 self._prefilled(message, self._live.get(handoff.request), now)
-            case Refused(request=request, reason=reason):
+            case Refused(request=request, instance=instance, reason=reason):
                 if (live := self._live.get(request)) is not None:
                     live.refused = True
-                    self._finish(live, FinishReason.ERROR, reason)
+                    self._finish(live, FinishReason.ERROR, reason, ended_at=instance)
+            case Reserved(request=request):
+                if (live := self._live.get(request)) is not None:
+                    live.reserved = True
+                    self._go_on(live)
+            case Full(request=request):
+                self._turned_away(message, self._live.get(request))
             case Status():
-                self._status(message, now)
+                self._routes.observe(message)
+                if self._on_status is not None:
+                    self._on_status(message, now)
             case Ready(instance=instance, rank=rank):
                 self._ready.add((instance, rank))
             case Stats(instance=instance, rank=rank, batch=batch, timeline=timeline):
@@ -227,28 +243,56 @@ class Fleet:
                 if self.on_experts is not None:
                     self.on_experts(message)
 
+    def _tell(self, live: Live, role: str) -> None:
+        """Tell the rank where the request has a place, unless it will only hear of it later."""
+        request, route = live.request, live.routes[role]
+        message: msgspec.Struct
+        if role != "decode":
+            message = Submit(request=request, handoff=role == "prefill", bounded=live.bounded)
+            live.prefill_instance = route.target.instance
+        elif live.bounded:
+            message = Reserve(request=request.id, tokens=route.tokens)
+        else:
+            return
+        self._send(route, message)
+
+    def _send(self, route: Route, message: msgspec.Struct) -> None:
+        self._outbox.send(self._addresses[route.target.instance, route.target.rank], message)
+        route.told = True
+
+    def _turned_away(self, message: Full, live: Live | None) -> None:
+        """A rank has no room for a request: ask the next one, or give up."""
+        role = self._routes.turned_away(live, message)
+        if live is None:
+            return
+        try:
+            self._routes.assign(live, role)
+            self._tell(live, role)
+        except RequestRefused as refusal:
+            live.no_room = isinstance(refusal, NoRoom)
+            self._finish(live, FinishReason.ERROR, str(refusal))
+
     def _prefilled(self, message: Prefilled, live: Live | None, now: float) -> None:
-        """The first token is here: go on where the sequence is decoded."""
+        """The first token is here: go on where the sequence is decoded, once there is a place."""
         handoff = message.handoff
         if live is None:  # aborted meanwhile
-            self._release(message)
+            source = handoff.source
+            self._outbox.send(self._addresses[source.instance, source.rank], Abort(request=handoff.request))
             return
         self._append(live, handoff.first_token, now, message)
-        try:
-            target = self._assign(live, "decode")
-        except RequestRefused as refusal:
-            self._release(message)
-            self._finish(live, FinishReason.ERROR, str(refusal))
-            return
-        live.decode_instance = target.instance
-        self._outbox.send(self._address(target), SubmitTransferred(request=live.request, handoff=handoff))
-        live.notify()
+        live.handoff = handoff
+        self._go_on(live)
 
-    def _release(self, message: Prefilled) -> None:
-        """Nobody decodes this: let its KV go."""
-        source = message.handoff.source
-        address = self._addresses[source.instance, source.rank]
-        self._outbox.send(address, Abort(request=message.handoff.request))
+    def _go_on(self, live: Live) -> None:
+        """Hand a request over to the rank that decodes it, if its prompt has run and its place is sure."""
+        if live.handoff is None or (live.bounded and not live.reserved):
+            return
+        route = live.routes["decode"]
+        self._routes.leave(live, "prefill")
+        live.decode_instance = route.target.instance
+        self._send(route, SubmitTransferred(request=live.request, handoff=live.handoff))
+        live.handoff = None
+        live.notify()
 
     def _token(self, token: Token, instance: str, now: float) -> None:
         live = self._live.get(token.request)
@@ -257,7 +301,7 @@ class Fleet:
         self._append(live, token.token, now, token)
         live.decode_instance = instance
         if token.finish_reason is not None:
-            self._finish(live, token.finish_reason)
+            self._finish(live, token.finish_reason, ended_at=instance)
         else:
             live.notify()
 
@@ -272,48 +316,18 @@ class Fleet:
             live.cached_tokens = source.start.cached_tokens
             live.queue_seconds = source.start.queue_seconds
 
-    def _status(self, status: Status, now: float) -> None:
-        router = self._routers[status.deployment]
-        with suppress(ValueError):
-            index = router.targets.index(Target(status.instance, status.rank))
-            router.observe(index, others_tokens=status.others_tokens)
-        if self._on_status is not None:
-            self._on_status(status, now)
-
-    def _finish(self, live: Live, reason: str, error: str | None = None) -> None:
-        self._unassign(live)
-        del self._live[live.request.id]
+    def _finish(
+        self, live: Live, reason: str, error: str | None = None, *, ended_at: str | None = None
+    ) -> None:
+        """End a request; ranks that know of it are told, but for the instance where it ended by itself."""
+        self._leave(live, ended_at)
         live.finish_reason, live.error = reason, error
         live.done.set()
         live.notify()
 
-    def _assign(self, live: Live, role: str, rank: int | None = None) -> Target:
-        """Choose a target of a role; what was counted for the request elsewhere is counted here."""
-        self._unassign(live)
-        request = live.request
-        tokens = len(request.prompt) + (0 if role == "prefill" else request.sampling.max_tokens)
-        router = self._routers[role]
-        index = router.assign(tokens, prompt=request.prompt, rank=rank)
-        live.route = (role, index, tokens)
-        return router.targets[index]
-
-    def _unassign(self, live: Live) -> None:
-        if live.route is not None:
-            role, index, tokens = live.route
-            self._routers[role].finished(index, tokens)
-            live.route = None
-
-    def _address(self, target: Target) -> str:
-        return self._addresses[target.instance, target.rank]
-
-
-def _router(ranks: list[RankAddress]) -> Router:
-    """The router of one role; the smallest cache of its ranks is what all are taken to have.
-
-    Where prompts come with their KV, who has seen a prefix before does not matter.
-    """
-    return Router(
-        [Target(r.instance, r.rank) for r in ranks],
-        kv_tokens=min(r.kv_tokens for r in ranks),
-        affinity_tokens=0 if ranks[0].deployment == "decode" else AFFINITY_TOKENS,
-    )
+    def _leave(self, live: Live, ended_at: str | None = None) -> None:
+        for role, route in list(live.routes.items()):
+            if route.told and route.target.instance != ended_at:
+                self._send(route, Abort(request=live.request.id))
+            self._routes.leave(live, role)
+        del self._live[live.request.id]

@@ -8,11 +8,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from moe_runtime.engine.messages import Logprobs
+from moe_runtime.frontend.router import Target
 from moe_runtime.spec.requests import Request
+from moe_runtime.transfer.handoff import Handoff
 
 
 def _nobody() -> None:
     """Nobody wants to hear of news."""
+
+
+@dataclass(slots=True)
+class Route:
+    """A place at a rank, one of its role's targets: how many tokens count there, and whether it was told."""
+
+    target: Target
+    index: int
+    tokens: int
+    told: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +37,12 @@ class Live:
     queue_seconds  that the request waited there
     finish_reason  set at the end, with `error` if it ended badly
     refused        a rank cannot serve what the request asks for
-    route          (role, index of the target, tokens counted there)
+    no_room        no rank has room for it now
+    rank           index of the rank that it has to enter at; None: any
+    routes         its place in each role where it has one
+    tried          indices of the ranks of a role that turned it away
+    bounded        ranks may turn it away; then a decode rank has to say that its place there is `reserved`
+    handoff        its prompt has run, and it waits for that word
     """
 
     request: Request
@@ -40,7 +57,13 @@ class Live:
     finish_reason: str | None = None
     error: str | None = None
     refused: bool = False
+    no_room: bool = False
+    rank: int | None = None
     prefill_instance: str | None = None
     decode_instance: str | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    route: tuple[str, int, int] | None = None
+    routes: dict[str, Route] = field(default_factory=dict)
+    tried: dict[str, set[int]] = field(default_factory=dict)
+    bounded: bool = False
+    reserved: bool = False
+    handoff: Handoff | None = None

@@ -1,18 +1,19 @@
 """Which rank gets a request: by outstanding tokens, prefix affinity and room in the KV cache.
 
 Pure: no sockets, no clock. What is in flight counts from the moment it is sent, so a burst
-spreads out even when no rank has answered yet.
+spreads out even when no rank has answered yet. What a rank has room for it says itself; what is
+believed here only keeps requests from being sent where they would be turned away.
 """
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_runtime.errors import RequestRefused
+from moe_runtime.errors import NoRoom, RequestRefused
 
 AFFINITY_TOKENS = 256
 REMEMBERED_PREFIXES = 16384
@@ -34,41 +35,72 @@ class Router:
     """
 
     def __init__(
-        self, targets: list[Target], *, kv_tokens: int | None = None, affinity_tokens: int = AFFINITY_TOKENS
+        self,
+        targets: list[Target],
+        *,
+        kv_tokens: int | None = None,
+        affinity_tokens: int = AFFINITY_TOKENS,
+        most_tokens: int | None = None,
+        most_requests: int | None = None,
     ) -> None:
         """`kv_tokens`: what the KV cache of each target holds; None: no limit.
 
-        `affinity_tokens` 0: prefixes do not matter, as where prompts are not computed.
+        `affinity_tokens` 0: prefixes do not matter. `most_tokens` and `most_requests`: a target that has
+        so many gets nothing more; None: no limit.
         """
         self.targets = targets
         self._kv_tokens = kv_tokens
         self._affinity_tokens = affinity_tokens
-        self._outstanding: NDArray[np.int64] = np.zeros(len(targets), np.int64)
-        self._others: NDArray[np.int64] = np.zeros(len(targets), np.int64)
+        self._most = (most_tokens, most_requests)
+        # Tokens and requests, [2, targets].
+        self._outstanding: NDArray[np.int64] = np.zeros((2, len(targets)), np.int64)
+        self._others: NDArray[np.int64] = np.zeros((2, len(targets)), np.int64)
         self._down: NDArray[np.bool_] = np.zeros(len(targets), np.bool_)
         self._homes: OrderedDict[bytes, list[int]] = OrderedDict()
 
-    def assign(self, tokens: int, *, prompt: Sequence[int] = (), rank: int | None = None) -> int:
+    def assign(
+        self,
+        tokens: int,
+        *,
+        prompt: Sequence[int] = (),
+        rank: int | None = None,
+        besides: Collection[int] = (),
+    ) -> int:
         """The index of the target for a request; `tokens` count there until `finished`.
 
         With `rank`, an index into `targets`, that one. Otherwise a target that has seen the first
         `affinity_tokens` of `prompt`, unless its load is over twice the mean or its cache has no
-        room; otherwise the least loaded with room, ties to the lower index.
+        room; otherwise the least loaded with room, ties to the lower index. Never one of `besides`.
 
-        Raises RequestRefused if the rank does not exist, or no rank is up.
+        Raises RequestRefused if the rank does not exist, or no rank is up; NoRoom if all that are have
+        as much as they may.
         """
-        index = self._choose(tokens, prompt) if rank is None else self._named(rank)
-        self._outstanding[index] += tokens
+        if rank is not None and not 0 <= rank < len(self.targets):
+            raise RequestRefused(f"rank {rank} was asked for, ranks are 0 to {len(self.targets) - 1}")
+        if rank is not None and self._down[rank]:
+            raise RequestRefused(f"rank {rank} was asked for, it is down")
+        able = self._able(tokens, besides)
+        if rank is None:
+            index = self._choose(tokens, prompt, able)
+        elif rank in able:
+            index = rank
+        else:
+            raise NoRoom(f"rank {rank} was asked for, it has all it can take now")
+        self._outstanding[:, index] += (tokens, 1)
         return index
 
     def finished(self, index: int, tokens: int) -> None:
         """Tokens that were assigned to the target are done (or given up)."""
-        self._outstanding[index] -= tokens
-        assert self._outstanding[index] >= 0, "more tokens finished than were assigned"
+        self._outstanding[:, index] -= (tokens, 1)
+        assert self._outstanding[0, index] >= 0, "more tokens finished than were assigned"
 
-    def observe(self, index: int, *, others_tokens: int) -> None:
+    def observe(self, index: int, *, others_tokens: int, others_requests: int = 0) -> None:
         """What other frontends have at the target, as its newest status says."""
-        self._others[index] = others_tokens
+        self._others[:, index] = (others_tokens, others_requests)
+
+    def full(self, index: int, *, tokens: int, requests: int) -> None:
+        """The target turned a request away: so much is promised there, to all frontends."""
+        self._others[:, index] = np.maximum((tokens, requests) - self._outstanding[:, index], 0)
 
     def set_down(self, index: int, *, down: bool) -> None:
         """A target that is down gets nothing new; its prefixes find another home."""
@@ -77,29 +109,33 @@ class Router:
     @property
     def outstanding(self) -> list[int]:
         """Tokens this frontend has at each target."""
-        return [int(n) for n in self._outstanding]
+        return [int(n) for n in self._outstanding[0]]
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _named(self, rank: int) -> int:
-        if not 0 <= rank < len(self.targets):
-            raise RequestRefused(f"rank {rank} was asked for, ranks are 0 to {len(self.targets) - 1}")
-        if self._down[rank]:
-            raise RequestRefused(f"rank {rank} was asked for, it is down")
-        return rank
-
-    def _choose(self, tokens: int, prompt: Sequence[int]) -> int:
+    def _able(self, tokens: int, besides: Collection[int]) -> NDArray[np.intp]:
+        """Targets that are up and may take so many tokens more, as far as is known here."""
         up = np.flatnonzero(~self._down)
         if not len(up):
             raise RequestRefused("no rank is up")
+        able = np.array([i for i in up if i not in besides], np.intp)
         load = self._outstanding + self._others
-        roomy = up if self._kv_tokens is None else up[load[up] + tokens <= self._kv_tokens]
+        for most, one_more, have in zip(self._most, (tokens, 1), load, strict=True):
+            if most is not None:
+                able = able[have[able] + one_more <= most]
+        return able
+
+    def _choose(self, tokens: int, prompt: Sequence[int], able: NDArray[np.intp]) -> int:
+        if not len(able):
+            raise NoRoom("every rank has all it can take now")
+        load = self._outstanding[0] + self._others[0]
+        roomy = able if self._kv_tokens is None else able[load[able] + tokens <= self._kv_tokens]
         homes = self._homes_of(prompt)
-        mean = float(load[up].mean())
+        mean = float(load[~self._down].mean())
         for index in homes:
             if index in roomy and load[index] <= 2 * mean:
                 return index
-        candidates = roomy if len(roomy) else up
+        candidates = roomy if len(roomy) else able
         index = int(candidates[np.argmin(load[candidates])])
         if index not in homes:
             homes.append(index)

@@ -70,7 +70,12 @@ def ranks(
     }
     addresses = [
         RankAddress(
-            instance=c.instance, deployment=c.deployment, rank=c.rank, address=c.inbox, kv_tokens=1 << 20
+            instance=c.instance,
+            deployment=c.deployment,
+            rank=c.rank,
+            address=c.inbox,
+            kv_tokens=1 << 20,
+            max_sequences=1 << 20,
         )
         for c in cards
     ]

@@ -16,6 +16,7 @@ from moe_runtime.engine.desk import Identity, RequestDesk
 from moe_runtime.engine.messages import (
     Abort,
     Collect,
+    Full,
     Goodbye,
     Hello,
     Prefilled,
@@ -23,6 +24,8 @@ from moe_runtime.engine.messages import (
     Refused,
     Release,
     Renew,
+    Reserve,
+    Reserved,
     Stats,
     StepTokens,
     Submit,
@@ -31,6 +34,7 @@ from moe_runtime.engine.messages import (
     ToRank,
     Wake,
 )
+from moe_runtime.engine.promises import Promises, Room
 from moe_runtime.engine.tally import Tally
 from moe_runtime.errors import LeaseExpired, RequestRefused
 from moe_runtime.placement.placement import linear
@@ -41,6 +45,7 @@ from moe_runtime.transfer.handoff import Handoff, KVSource
 from moe_runtime.transfer.leases import Leases
 
 BLOCKS = 32
+ROOM = 60  # tokens that the rank promises at most
 
 
 @dataclass
@@ -148,6 +153,7 @@ class Rank:
             leases=Leases(lease_seconds),
             pool=None,
             transport=self.transport if deployment == "decode" else None,
+            promises=Promises(Room(tokens=ROOM, requests=3)),
             tally=Tally(1),
             experts=ExpertDesk(
                 instance=name,
@@ -180,6 +186,7 @@ class Rank:
             self.scheduler.pool.num_free == BLOCKS
             and self.scheduler.num_requests == 0
             and len(self.desk.leases) == 0
+            and self.desk.promises.tokens == self.desk.promises.requests == 0
         )
 
 
@@ -381,3 +388,52 @@ def test_the_last_frontend_to_leave_stops_the_rank():
     assert len(rank.outbox.take(Stats)) == 1
     rank.give(Goodbye(frontend=1, frontends=2))
     assert rank.desk.idle_stop
+
+
+def bounded(i: int, length: int = 6, max_tokens: int = 5, *, handoff: bool = False) -> Submit:
+    return Submit(request=request(i, length, max_tokens), handoff=handoff, bounded=True)
+
+
+def test_a_rank_promises_tokens_and_requests_up_to_its_room():
+    """What one frontend has been promised another one cannot have; what ends makes room again."""
+    rank = Rank("unified")
+    other = 1 << 48
+    rank.give(Hello(frontend=1, address="frontend"))
+    rank.give(bounded(1, 20, 20), bounded(other, 10, 10), bounded(2, 1, 1), bounded(other + 1, 1, 1))
+    turned_away = rank.outbox.take(Full)
+    assert [(m.request, m.tokens, m.requests) for m in turned_away] == [(2, 60, 2), (other + 1, 60, 2)]
+    assert (turned_away[0].instance, turned_away[0].rank) == ("unified-0", 0)
+    assert rank.scheduler.num_requests == 2
+    rank.give(Abort(request=1), *(bounded(i, 1, 1) for i in (3, 4, 5)))
+    assert [m.request for m in rank.outbox.take(Full)] == [5], "tokens would fit, a fourth request does not"
+    rank.give(Submit(request=request(6, 40, 40), handoff=False))
+    assert rank.outbox.take(Full) == [], "who does not ask for a bound waits"
+    while rank.scheduler.num_requests:
+        rank.step()
+    assert rank.at_baseline()
+
+
+def test_a_place_on_the_decode_side_is_kept_while_the_prompt_runs_elsewhere():
+    rank = Rank("decode")
+    rank.give(Reserve(request=1, tokens=11), Reserve(request=2, tokens=50), Reserve(request=3, tokens=40))
+    assert [m.request for m in rank.outbox.take(Reserved)] == [1, 3]
+    assert [m.request for m in rank.outbox.take(Full)] == [2]
+    rank.give(handed_over(1), Abort(request=3))
+    assert (rank.desk.promises.tokens, rank.desk.promises.requests) == (11, 1)
+    rank.step()
+    rank.transport.pulls[0].outcome = True
+    rank.give()
+    while rank.scheduler.num_requests:
+        rank.step()
+    assert rank.at_baseline()
+
+
+def test_leased_blocks_take_of_the_room_of_a_prefill_rank():
+    rank = Rank("prefill")
+    rank.give(bounded(1, 30, 150, handoff=True))
+    while rank.scheduler.num_requests:
+        rank.step()
+    rank.give(bounded(2, 29, 5, handoff=True))
+    assert [m.tokens for m in rank.outbox.take(Full)] == [32]
+    rank.give(Release(lease=0), bounded(3, 29, 5, handoff=True))
+    assert rank.outbox.take(Full) == []

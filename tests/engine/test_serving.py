@@ -5,13 +5,17 @@ import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from moe_runtime.checkpoint.make import make_checkpoint
+from moe_runtime.engine.promises import Promises
 from moe_runtime.frontend.admission import Admission, derive_limits
+from moe_runtime.frontend.bootstrap import Bootstrap
+from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.frontend.live import Live
-from moe_runtime.spec.requests import FinishReason
+from moe_runtime.spec.requests import FinishReason, SamplingParams
 from moe_runtime.transfer.host import HostTransport
 from tests.end_to_end.oracle import reference
 from tests.engine.in_process import InProcess, ranks, running
@@ -223,3 +227,55 @@ def test_cancelling_between_prefill_and_decode(tmp_path, checkpoint, monkeypatch
 
     with ranks(tmp_path, checkpoint, SPLIT) as (engines, bootstrap):
         asyncio.run(_with_statuses(engines, bootstrap, work))
+
+
+# -- several frontends ----------------------------------------------------------------------------
+
+
+async def burst(bootstrap: Bootstrap, requests: int) -> list[list[Live]]:
+    """The requests that two frontends send at once, all of them ended. Neither knows of the other's."""
+    fleets = []
+    for number in range(2):
+        address = f"{bootstrap.address}.{number}"
+        own = msgspec.structs.replace(bootstrap, frontend=number, frontends=2, address=address)
+        fleets.append(Fleet(own, bounded=True))
+    try:
+        await asyncio.gather(*(fleet.start() for fleet in fleets))
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        lives = [[fleet.submit(prompt(20, i), params) for i in range(requests)] for fleet in fleets]
+        await asyncio.wait_for(asyncio.gather(*(one.done.wait() for ours in lives for one in ours)), 30)
+        return lives
+    finally:
+        for fleet in fleets:
+            await fleet.shutdown()
+
+
+@pytest.mark.parametrize("deployments", [UNIFIED, SPLIT], ids=["unified", "split"])
+def test_a_burst_from_two_frontends_does_not_overcommit_a_rank(
+    tmp_path, checkpoint, deployments, monkeypatch
+):
+    """Four requests have a place at a rank that runs two; who was promised one is served, nobody else is."""
+    most: dict[int, tuple[int, int]] = {}
+    add = Promises.add
+
+    def watched(promises: Promises, request: int, tokens: int) -> None:
+        add(promises, request, tokens)
+        tokens, requests = most.get(id(promises), (0, 0))
+        most[id(promises)] = max(tokens, promises.tokens), max(requests, promises.requests)
+
+    monkeypatch.setattr(Promises, "add", watched)
+    with ranks(tmp_path, checkpoint, deployments) as (engines, bootstrap):
+        lives = asyncio.run(burst(bootstrap, 12))
+    last = engines.get("unified") or engines["decode"]
+    assert most[id(last.desk.promises)][1] <= 4
+    for engine in engines.values():
+        promises = engine.desk.promises
+        assert most[id(promises)][0] <= promises.room.tokens
+        assert (promises.tokens, promises.requests) == (0, 0)
+        assert engine.scheduler.pool.num_used == 0
+    served = [one for ours in lives for one in ours if one.finish_reason == FinishReason.LENGTH]
+    assert all(len(one.token_ids) == 6 for one in served)
+    turned_away = [one for ours in lives for one in ours if one.no_room]
+    assert served
+    assert turned_away
+    assert len(served) + len(turned_away) == 24

@@ -39,12 +39,11 @@ def test_limits_follow_from_the_kv_capacity():
         max_positions=10_000,
         ttft_seconds=2.0,
         prompt_ranks=3,
-        frontends=2,
     )
     assert (got.max_wait, got.max_first_token, got.prompt_ranks) == (1.0, 2.0, 3)
     assert (got.longest, got.longest_prompt) == (8192, 4096)
-    assert (got.running_requests, got.running_tokens) == (64, 16384)
-    assert (got.queue_requests, got.queue_tokens) == (64, 16384)
+    assert (got.running_requests, got.running_tokens) == (128, 32768)
+    assert (got.queue_requests, got.queue_tokens) == (128, 32768)
 
 
 @pytest.mark.parametrize(

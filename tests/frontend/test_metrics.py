@@ -34,6 +34,7 @@ def status(rank: int, *, deployment: str = "unified", **changes) -> Status:
         "kv_cached": 0,
         "block_tokens": 16,
         "others_tokens": 0,
+        "others_requests": 0,
         "chunk_tokens": 256,
     }
     totals: dict[str, Any] = {k: v for k, v in changes.items() if k not in STATUS_FIELDS}

@@ -11,6 +11,8 @@ from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.text.output import TextOutput
 from moe_runtime.spec.requests import FinishReason
 
+NO_ROOM_SECONDS = 1.0  # until asking again is worth while, where every rank has all it can take
+
 
 class News(NamedTuple):
     """New text, the tokens it came with (`first` to `last`, the end excluded), and the end if it came.
@@ -81,4 +83,6 @@ def _failure(live: Live) -> ApiError:
     message = live.error or "the request was aborted"
     if live.refused:
         return ApiError(400, message, code="refused")
+    if live.no_room:
+        return ApiError(429, message, code="overloaded", retry_after=NO_ROOM_SECONDS)
     return ApiError(503 if live.error is None else 500, message, code="aborted")

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from moe_runtime.errors import RequestRefused
+from moe_runtime.errors import NoRoom, RequestRefused
 from moe_runtime.frontend.admission import Admission
 from moe_runtime.frontend.board import STALE_SECONDS
 from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.metrics import Metrics
-from moe_runtime.frontend.openai.choices import Choice, News
+from moe_runtime.frontend.openai.choices import NO_ROOM_SECONDS, Choice, News
 from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.text.output import TextOutput
 from moe_runtime.frontend.text.vocabulary import Vocabulary
@@ -46,7 +46,7 @@ class Backend(Protocol):
         rank: int | None,
         notify: Callable[[], None],
     ) -> Live:
-        """Send a request; RequestRefused if no rank can be chosen."""
+        """Send a request; RequestRefused if no rank can be chosen, NoRoom if all of them are full."""
 
     def abort(self, live: Live, reason: str = ..., error: str | None = ...) -> None:
         """Stop a request; harmless when it has ended."""
@@ -143,7 +143,7 @@ class Service:
                 self.backend.abort(choice.live)
             for request_id in ids:
                 self.admission.finished(request_id, time.monotonic())
-            raise ApiError(400 if terms.rank is not None else 503, str(refusal), code="no_rank") from None
+            raise _no_rank(refusal, terms) from None
         self._running.add(running)
         self._choices.update((c.live.request.id, running) for c in running.choices)
         return running
@@ -213,6 +213,12 @@ class Service:
         if (running := self._choices.get(request_id)) is not None:
             message = "a more urgent request took the place of this one in the queue"
             running.fail(ApiError(429, message, code="overloaded", retry_after=1.0))
+
+
+def _no_rank(refusal: RequestRefused, terms: Terms) -> ApiError:
+    if isinstance(refusal, NoRoom):
+        return ApiError(429, str(refusal), code="overloaded", retry_after=NO_ROOM_SECONDS)
+    return ApiError(400 if terms.rank is not None else 503, str(refusal), code="no_rank")
 
 
 class Running:

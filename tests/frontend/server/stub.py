@@ -193,8 +193,8 @@ def rank_status(rank: int, time: float, **fields) -> Status:
     """What a rank of `unified-0` says of itself."""
     base = {
         "step": 1, "waiting": 0, "waiting_tokens": 0, "running": 0, "pulling": 0, "kv_blocks": 100,
-        "kv_used": 25, "kv_cached": 10, "block_tokens": 16, "others_tokens": 0, "chunk_tokens": 256,
-        "totals": RankTotals(),
+        "kv_used": 25, "kv_cached": 10, "block_tokens": 16, "others_tokens": 0, "others_requests": 0,
+        "chunk_tokens": 256, "totals": RankTotals(),
     }  # fmt: skip
     known = {"instance": "unified-0", "deployment": "unified", "rank": rank, "time": time}
     return Status(**{**base, **known, **fields})
