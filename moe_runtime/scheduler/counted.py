@@ -175,11 +175,19 @@ class CountedScheduler(Scheduler):
             stamps=table.stamp[rows],
         )
 
-    def block_needs(self) -> NDArray[np.int64]:
-        """int64 [block_tokens]: blocks taken by the turn after j others within a horizon, and around."""
+    def decode_load(self) -> tuple[int, int]:
+        """Sequences that decode in a turn within a horizon, and the tokens they attend to."""
+        rows = self.table.decode_rows()
+        return len(rows), int(self.table.num_tokens[rows].sum())
+
+    def block_needs(self) -> tuple[NDArray[np.int64], int]:
+        """Blocks taken by the turn after j others within a horizon, int64 [block_tokens], and so on around.
+
+        The second is how many of the first turn's `propose` has taken already.
+        """
         size = self.limits.block_tokens
         first = self._first_needs(self.table.decode_rows())
-        return np.bincount(first % size, minlength=size)
+        return np.bincount(first % size, minlength=size), int((first == size).sum())
 
     def known_tokens(self, sequence: Sequence) -> int:
         """Tokens of the sequence that are settled."""

@@ -1,0 +1,349 @@
+"""Desk: the frontend and the ranks' desks of a virtual cluster: admission, routing, handoff, leases, ends.
+
+Follows every request from its arrival to its end, as frontend.fleet and engine.desk do; messages take no
+time. A lease lives as long as its decode rank wants it (it is renewed in time) and for LEASE_SECONDS after
+that rank's instance has failed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from moe_runtime.engine.limits import LEASE_SECONDS
+from moe_runtime.errors import RequestRefused
+from moe_runtime.frontend.admission import Admission
+from moe_runtime.frontend.router import Router
+from moe_runtime.scheduler.counted import CountedScheduler
+from moe_runtime.scheduler.scheduler import TokenEvent
+from moe_runtime.scheduler.sequences import Sequence
+from moe_runtime.spec.requests import FinishReason, Request
+from moe_runtime.transfer.leases import Leases
+from moe_runtime.virtual.cluster.clock import Clock, Kind
+from moe_runtime.virtual.cluster.instance import Instance
+from moe_runtime.virtual.cluster.network import Copy, Network, RankName
+from moe_runtime.virtual.cluster.records import Listener, RequestEnd
+from moe_runtime.virtual.cluster.requests import Requests, VirtualRequest, make_virtual_sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a prefilled sequence's KV lies."""
+
+    rank: RankName
+    lease: int
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """A request that is under way. `routes`: role -> (index of its target, tokens that count there)."""
+
+    request: Request
+    arrival: float
+    routes: dict[str, tuple[int, int]]
+    sequence: Sequence | None = None
+    place: RankName | None = None
+    source: Source | None = None
+    first: float | None = None
+    second: float | None = None
+    cached: int = 0
+    prefill_instance: str | None = None
+    decode_instance: str | None = None
+
+
+class Desk:
+    """`kv_seconds`: from tokens to the seconds their KV takes from rank to rank, alone on both links."""
+
+    def __init__(
+        self,
+        *,
+        routers: Mapping[str, Router],
+        clock: Clock,
+        network: Network,
+        kv_seconds: Callable[[int], float],
+        listener: Listener,
+        admission: Admission | None,
+        share_hashes: bool,
+    ) -> None:
+        self.instances: dict[str, Instance] = {}
+        self.routers, self._clock, self._network = routers, clock, network
+        self._kv_seconds, self._listener, self._admission = kv_seconds, listener, admission
+        self._share_hashes = share_hashes
+        self._entry = "unified" if "unified" in routers else "prefill"
+        self._requests = Requests()
+        self._tracks: dict[int, Track] = {}
+        self._leases: dict[RankName, Leases] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests under way."""
+        return len(self._tracks)
+
+    def leased_blocks(self, rank: RankName) -> int:
+        """Blocks of a rank that are under leases."""
+        leases = self._leases.get(rank)
+        return 0 if leases is None else leases.num_blocks
+
+    # -- clients ------------------------------------------------------------------------------
+
+    def arrive(self, virtual: VirtualRequest) -> None:
+        """A client sends a request."""
+        request = self._requests.request(virtual)
+        track = Track(request, self._clock.now, {})
+        self._tracks[request.id] = track
+        if not self._admit(track):
+            return
+        try:
+            for role in self.routers if request.sampling.max_tokens > 1 else (self._entry,):
+                self._assign(track, role)
+        except RequestRefused as refusal:
+            self._end(track, FinishReason.ERROR, str(refusal))
+            return
+        track.sequence = make_virtual_sequence(request, handoff=self._entry == "prefill")
+        track.prefill_instance, _ = track.place = self._target(track, self._entry)
+        self._submit(track)
+
+    def _admit(self, track: Track) -> bool:
+        if self._admission is None:
+            return True
+        now, request = self._clock.now, track.request
+        verdict = self._admission.offer(
+            request.id,
+            prompt_tokens=len(request.prompt),
+            max_tokens=request.sampling.max_tokens,
+            now=now,
+        )
+        for victim in verdict.displaced:
+            self._abort(self._tracks[victim], "displaced by a more urgent request")
+        if not verdict.admitted:
+            self._end(track, FinishReason.ERROR, verdict.reason)
+            return False
+        if self._admission.limits.timeout is not None:
+            expire = partial(self._expire, request.id)
+            self._clock.at(now + self._admission.limits.timeout, Kind.OUTSIDE, expire)
+        return True
+
+    def _expire(self, request: int) -> None:
+        track = self._tracks.get(request)
+        if track is not None:
+            self._abort(track, "the request took longer than its timeout")
+
+    def _abort(self, track: Track, reason: str) -> None:
+        """End a request wherever it is."""
+        assert track.place is not None
+        instance, rank = track.place
+        output, last = self._output(track)
+        self.instances[instance].post(rank, partial(self._drop, track))
+        self._end(track, FinishReason.ERROR, reason, output=output, last=last)
+
+    def _drop(self, track: Track, scheduler: CountedScheduler) -> None:
+        scheduler.abort(track.request.id)
+        sequence = track.sequence
+        if track.source is not None and sequence is not None and sequence.row < 0:
+            self._release(track)
+
+    # -- what instances say -------------------------------------------------------------------
+
+    def token(self, instance: str, rank: int, event: TokenEvent) -> None:
+        """A sequence ended, left, or its prefill is complete."""
+        track = self._tracks.get(event.sequence.request.id)
+        if track is None:  # aborted meanwhile
+            if event.blocks is not None:
+                self.instances[instance].ranks.scheduler(rank).pool.free(event.blocks)
+            return
+        now, sequence = self._clock.now, event.sequence
+        if track.first is None:
+            self._first(track, sequence)
+        elif track.second is None and sequence.num_known >= sequence.prompt_len + 2:
+            track.second = now
+        if event.kind == "finished":
+            output = sequence.num_known - sequence.prompt_len
+            self._end(track, FinishReason.LENGTH, None, output=output, last=now)
+        elif event.kind == "handoff":
+            self._hand_over(track, event)
+
+    def second_token(self, sequence: Sequence, time: float) -> None:
+        """A sequence gets its second token at `time`."""
+        track = self._tracks.get(sequence.request.id)
+        if track is not None and track.second is None:
+            track.second = time
+
+    def fetch(self, instance: str, rank: int, sequence: Sequence) -> None:
+        """The sequence has blocks: its KV may come."""
+        track = self._tracks.get(sequence.request.id)
+        source = None if track is None else track.source
+        if source is None or self.instances[source.rank[0]].failed:
+            self._arrived(instance, rank, sequence, None, ok=False)
+            return
+        seconds = self._kv_seconds(sequence.prompt_len)
+        self._network.start(source.rank, (instance, rank), sequence, source.lease, seconds, self._clock.now)
+
+    def copied(self, copy: Copy, *, ok: bool = True) -> None:
+        """A copy of KV has ended."""
+        self._arrived(*copy.target, copy.sequence, Source(copy.source, copy.lease), ok=ok)
+
+    def _arrived(
+        self, instance: str, rank: int, sequence: Sequence, source: Source | None, *, ok: bool
+    ) -> None:
+        target = self.instances[instance]
+
+        def message(step: int) -> None:
+            target.ranks.pulled(rank, step, sequence, ok=ok)
+            track = self._tracks.get(sequence.request.id)
+            if track is not None:
+                track.source = None
+            if source is not None:
+                self._end_lease(source)
+
+        target.send(rank, message)
+
+    # -- from prefill to decode ---------------------------------------------------------------
+
+    def _first(self, track: Track, sequence: Sequence) -> None:
+        track.first = self._clock.now
+        track.cached = sequence.cached_tokens
+        if self._admission is not None:
+            self._admission.started(track.request.id, self._clock.now)
+
+    def _hand_over(self, track: Track, event: TokenEvent) -> None:
+        """The first token is here: the sequence goes on where it is decoded."""
+        assert track.place is not None
+        assert event.blocks is not None
+        leases = self._leases.setdefault(track.place, Leases(LEASE_SECONDS))
+        lease = leases.grant(track.request.id, event.blocks, self._clock.now)
+        track.source = Source(track.place, lease.id)
+        self._unassign(track, "prefill")
+        if "decode" not in track.routes:
+            try:
+                self._assign(track, "decode")
+            except RequestRefused as refusal:
+                self._release(track)
+                self._end(track, FinishReason.ERROR, str(refusal), output=1, last=self._clock.now)
+                return
+        before = event.sequence
+        track.sequence = make_virtual_sequence(track.request, transferred=True)
+        if self._share_hashes:
+            track.sequence.block_keys = before.block_keys
+            track.sequence.prefix_hash = before.prefix_hash
+        track.decode_instance, _ = track.place = self._target(track, "decode")
+        self._submit(track)
+
+    def _submit(self, track: Track) -> None:
+        """Queue the track's sequence at its place."""
+        assert track.place is not None
+        instance, rank = track.place
+
+        def message(scheduler: CountedScheduler) -> None:
+            if self._tracks.get(track.request.id) is not track:
+                return  # aborted on the way
+            assert track.sequence is not None
+            try:
+                scheduler.add(track.sequence)
+            except RequestRefused as refusal:
+                self._release(track)
+                role = instance.rpartition("-")[0]
+                output, last = self._output(track)
+                self._end(track, FinishReason.ERROR, f"{role}: {refusal}", output=output, last=last)
+
+        self.instances[instance].post(rank, message)
+
+    def _release(self, track: Track) -> None:
+        """Nobody wants the request's KV any more."""
+        if track.source is not None:
+            self._end_lease(track.source)
+            track.source = None
+
+    def _end_lease(self, source: Source) -> None:
+        instance, rank = source.rank
+
+        def message(scheduler: CountedScheduler) -> None:
+            blocks = self._leases[source.rank].release(source.lease)
+            if blocks is not None:
+                scheduler.pool.free(blocks)
+
+        self.instances[instance].post(rank, message)
+
+    # -- failures and ends --------------------------------------------------------------------
+
+    def fail(self, name: str) -> None:
+        """An instance dies: who is there ends; KV that was to come from there is recomputed."""
+        now, instance = self._clock.now, self.instances[name]
+        lost = [t for t in self._tracks.values() if t.place is not None and t.place[0] == name]
+        outputs = [self._output(track) for track in lost]
+        instance.fail()
+        for router in self.routers.values():
+            for index, target in enumerate(router.targets):
+                if target.instance == name:
+                    router.set_down(index, down=True)
+        for copy in self._network.break_target(name, now):
+            self._clock.at(now + LEASE_SECONDS, Kind.OUTSIDE, partial(self._expire_lease, copy))
+        for copy in self._network.break_source(name, now):
+            self.copied(copy, ok=False)
+        for track, (output, last) in zip(lost, outputs, strict=True):
+            if track.source is not None and track.source.rank[0] != name:
+                source = track.source
+                self._clock.at(now + LEASE_SECONDS, Kind.OUTSIDE, partial(self._end_lease, source))
+            self._end(track, FinishReason.ERROR, f"{name} failed", output=output, last=last)
+        for track in self._tracks.values():
+            if "decode" in track.routes and self._target(track, "decode")[0] == name:
+                self._unassign(track, "decode")
+
+    def _expire_lease(self, copy: Copy) -> None:
+        self._end_lease(Source(copy.source, copy.lease))
+
+    def _output(self, track: Track) -> tuple[int, float | None]:
+        """Tokens that a client has of a request by now, and when the last of them came."""
+        now, sequence = self._clock.now, track.sequence
+        if track.first is None or sequence is None or track.place is None:
+            return 0, None
+        instance, rank = self.instances[track.place[0]], track.place[1]
+        done, ended = instance.done_steps()
+        output = instance.ranks.known_tokens(rank, sequence, done) - sequence.prompt_len
+        if output < 2:
+            return 1, track.first
+        if track.second is None or track.second > now:
+            return 1, track.first
+        return output, max(ended, track.second)
+
+    def _end(
+        self, track: Track, reason: str, error: str | None, *, output: int = 0, last: float | None = None
+    ) -> None:
+        now, request = self._clock.now, track.request
+        for role in list(track.routes):
+            self._unassign(track, role)
+        del self._tracks[request.id]
+        if self._admission is not None:
+            well = output if reason == FinishReason.LENGTH else None
+            self._admission.finished(request.id, now, output_tokens=well)
+        second = track.second if output > 1 else None
+        self._listener.request(
+            RequestEnd(
+                index=request.id,
+                arrival=track.arrival,
+                first_token=track.first if output else None,
+                second_token=second,
+                last_token=last,
+                prompt_tokens=len(request.prompt),
+                cached_tokens=track.cached,
+                output_tokens=output,
+                finish_reason=reason,
+                error=error,
+                prefill_instance=track.prefill_instance if output else None,
+                decode_instance=(track.decode_instance or track.prefill_instance) if output > 1 else None,
+            )
+        )
+
+    # -- routing ------------------------------------------------------------------------------
+
+    def _assign(self, track: Track, role: str) -> None:
+        request = track.request
+        tokens = len(request.prompt) + (0 if role == "prefill" else request.sampling.max_tokens)
+        index = self.routers[role].assign(tokens, prompt=request.prompt)
+        track.routes[role] = index, tokens
+
+    def _unassign(self, track: Track, role: str) -> None:
+        if role in track.routes:
+            self.routers[role].finished(*track.routes.pop(role))
+
+    def _target(self, track: Track, role: str) -> RankName:
+        target = self.routers[role].targets[track.routes[role][0]]
+        return target.instance, target.rank

@@ -1,0 +1,205 @@
+"""Ranks: the schedulers of one instance, of which only those in which something changes are touched.
+
+A rank whose batch does not change owes its steps: they are paid, all at once and exactly, when something
+happens to it. Meanwhile its rows, contexts and blocks are counted in arrays [R]. Steps are numbered from 0.
+Knows no time and no other instance.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_runtime.engine.agree import StepDecision
+from moe_runtime.scheduler.counted import Counted, CountedScheduler
+from moe_runtime.scheduler.scheduler import SchedulerLimits, TokenEvent
+from moe_runtime.scheduler.sequences import Sequence, State
+
+I64 = NDArray[np.int64]
+NEVER = 1 << 62
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank. Its scheduler stands before step `paid`.
+
+    plain  it owes its steps from `paid` on: all of them are the same
+    fresh  sequences that have one token and run next
+    """
+
+    scheduler: CountedScheduler
+    paid: int = 0
+    plain: bool = False
+    fresh: list[Sequence] = field(default_factory=list)
+
+
+class Ranks:
+    """R ranks at pipeline depth `depth`. Without `lazy` every rank takes every turn, to the same effect.
+
+    Arrays [R] of the turn at hand: first the proposed rows, then what the step runs.
+
+    decode_R, context_R  decode rows, and the tokens they attend to
+    prefill_R            prefill rows; `new_R` of them for the first time, `again_R` not
+    pairs_R, prefix_R    as in StepShape
+    cached_R, preemptions_R, used_R  as in StepRun
+    started              (rank, sequence) whose KV is to be fetched
+    seconds              sequences that get their second token in this step
+    """
+
+    def __init__(self, limits: SchedulerLimits, count: int, *, depth: int, lazy: bool = True) -> None:
+        self._ranks = [Rank(CountedScheduler(limits, depth=depth)) for _ in range(count)]
+        self._depth, self._lazy, self._size = depth, lazy, limits.block_tokens
+        self._due_R: I64 = np.full(count, NEVER, np.int64)
+        self._needs_BR: I64 = np.zeros((limits.block_tokens, count), np.int64)
+        self._flights: dict[int, dict[int, Counted]] = {}
+        self._full: list[int] = []
+        self.decode_R, self.prefill_R, self.context_R, self.used_R = _zeros(4, count)
+        self._of_turn = _zeros(6, count)
+        self.pairs_R, self.prefix_R, self.new_R, self.again_R, self.cached_R, self.preemptions_R = (
+            self._of_turn
+        )
+        self.started: list[tuple[int, Sequence]] = []
+        self.seconds: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def scheduler(self, rank: int) -> CountedScheduler:
+        """To look at; it may owe steps."""
+        return self._ranks[rank].scheduler
+
+    # -- a turn, before step `step` -------------------------------------------------------------
+
+    def touch(self, rank: int, step: int) -> CountedScheduler:
+        """The rank's scheduler as it is before the step; it will be looked at in the next turn."""
+        self._pay(rank, step)
+        self._due_R[rank] = min(self._due_R[rank], step)
+        return self._ranks[rank].scheduler
+
+    def pulled(self, rank: int, step: int, sequence: Sequence, *, ok: bool) -> None:
+        """The KV of a sequence is here, or will not come."""
+        self.touch(rank, step).pulled(sequence, ok=ok)
+        if ok and sequence.state is State.RUNNING:
+            self._ranks[rank].fresh.append(sequence)
+
+    def propose(self, step: int) -> None:
+        """Ranks in which something may change say what they could run: `decode_R` and `prefill_R`."""
+        self._full, self.started, self.seconds = [], [], []
+        self._of_turn[:] = 0
+        for rank in np.flatnonzero(self._due_R <= step).tolist() if self._lazy else range(len(self)):
+            self._pay(rank, step)
+            self._look(rank, step)
+
+    def turns(self, step: int) -> int:
+        """Steps from this one on in which the batch of no rank changes, at least 1."""
+        if self._full or self.seconds or not self._lazy:
+            return 1
+        return int(min(self._due_R.min() - step, 1 << 30))
+
+    def take(self, step: int, decision: StepDecision) -> None:
+        """Run the agreed step where it changes something."""
+        self.prefill_R[:] = 0
+        for rank in self._full:
+            scheduler = self._ranks[rank].scheduler
+            counted = scheduler.count(decision.token_level, decision.chunk_tokens)
+            self._flights.setdefault(step, {})[rank] = counted
+            self._note(rank, counted)
+            self._ranks[rank].paid = step + 1
+            self._due_R[rank] = step + 1
+
+    def grow(self, step: int, turns: int) -> None:
+        """The step and `turns` - 1 more of the same are run: contexts are longer, blocks are taken."""
+        self.context_R += self.decode_R * turns
+        whole, rest = divmod(turns, self._size)
+        self.used_R += self._needs_BR[(step + np.arange(rest)) % self._size].sum(axis=0)
+        if whole:
+            self.used_R += whole * self._needs_BR.sum(axis=0)
+
+    def in_flight(self, step: int) -> bool:
+        """Samples of the step wait to be settled."""
+        return step in self._flights
+
+    def settle(self, step: int) -> list[tuple[int, TokenEvent]]:
+        """The samples of a step are here: events by rank."""
+        events: list[tuple[int, TokenEvent]] = []
+        for rank, counted in self._flights.pop(step, {}).items():
+            scheduler = self._ranks[rank].scheduler
+            events += [(rank, event) for event in scheduler.settle(counted)]
+            self._due_R[rank] = min(self._due_R[rank], step + 1)
+        return events
+
+    def known_tokens(self, rank: int, sequence: Sequence, done: int) -> int:
+        """Tokens of a sequence that are settled once the first `done` steps are."""
+        r = self._ranks[rank]
+        if r.plain and sequence.row >= 0 and sequence.state is State.RUNNING:
+            return int(r.scheduler.table.num_tokens[sequence.row]) + done - r.paid
+        return r.scheduler.known_tokens(sequence)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _pay(self, rank: int, step: int) -> None:
+        """Take the steps that a rank owes. Its newest one is in flight at depth 1."""
+        r = self._ranks[rank]
+        if r.plain and step > r.paid:
+            counted = r.scheduler.advance(step - r.paid)
+            if self._depth:
+                self._flights.setdefault(step - 1, {})[rank] = counted
+        r.scheduler.step = step
+        r.paid = step
+
+    def _look(self, rank: int, step: int) -> None:
+        """What a rank could run, and for how many steps that will stay so."""
+        r = self._ranks[rank]
+        scheduler = r.scheduler
+        flight = self._flights.get(step - 1, {}).get(rank)
+        # A prefill in flight has news for a client when it is settled; decode rows have none.
+        quiet = self._lazy and (flight is None or len(flight.rows) == flight.decode_rows)
+        horizon = scheduler.horizon() if quiet else 0
+        if not horizon:
+            work = scheduler.propose()
+            self.decode_R[rank], self.prefill_R[rank] = work.decode_tokens, work.prefill_tokens
+            self.started += [(rank, sequence) for sequence in scheduler.take_started_pulls()]
+            self.preemptions_R[rank] = scheduler.take_preemptions()
+            scheduler.take_admitted()
+            horizon = scheduler.horizon() if quiet else 0
+        self.seconds += [s for s in r.fresh if s.row >= 0 and s.state is State.RUNNING]
+        r.fresh.clear()
+        r.plain = horizon > 0
+        self.used_R[rank] = scheduler.pool.total - scheduler.pool.num_free
+        self._needs_BR[:, rank] = 0
+        if r.plain:
+            self.decode_R[rank], self.context_R[rank] = scheduler.decode_load()
+            self.prefill_R[rank] = 0
+            needs_B, taken = scheduler.block_needs()
+            self._needs_BR[:, rank] = np.roll(needs_B, step % self._size)
+            self.used_R[rank] -= taken
+            self._due_R[rank] = step + horizon
+            if flight is not None:
+                del self._flights[step - 1][rank]
+        elif self.decode_R[rank] or self.prefill_R[rank]:
+            _, self.context_R[rank] = scheduler.decode_load()
+            self._full.append(rank)
+        else:
+            self.context_R[rank] = 0
+            self._due_R[rank] = NEVER
+
+    def _note(self, rank: int, counted: Counted) -> None:
+        """Put a step's numbers into the arrays; who has got a first token runs next."""
+        self.context_R[rank] = counted.context
+        self.prefill_R[rank] = counted.prefill_tokens + counted.recomputed_tokens
+        self.new_R[rank], self.again_R[rank] = counted.prefill_tokens, counted.recomputed_tokens
+        self.cached_R[rank] = counted.cached_tokens
+        self.pairs_R[rank], self.prefix_R[rank] = counted.pairs, counted.prefix
+        r = self._ranks[rank]
+        table, pool = r.scheduler.table, r.scheduler.pool
+        self.used_R[rank] = pool.total - pool.num_free
+        for row in counted.rows[counted.decode_rows :].tolist():
+            sequence = table.sequences[row]
+            assert sequence is not None
+            first = table.num_tokens[row] == sequence.prompt_len + 1
+            if first and sequence.request.sampling.max_tokens > 1 and not sequence.handoff:
+                r.fresh.append(sequence)
+
+
+def _zeros(arrays: int, count: int) -> I64:
+    return np.zeros((arrays, count), np.int64)

@@ -1,0 +1,125 @@
+"""Requests of a virtual cluster: what a trace says of them, and tokens that exist only where somebody looks.
+
+Equal hash ids mean equal tokens, as in a replay; which tokens does not matter. Generated tokens are 0.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_runtime.scheduler.sequences import Sequence
+from moe_runtime.spec.requests import Request, SamplingParams
+
+I32 = NDArray[np.int32]
+OWN = 1 << 30  # tokens of prompts that share nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualRequest:
+    """One request.
+
+    index          line of the trace, from 0; no two requests have the same
+    at             seconds after the start of the simulation
+    input_length   prompt tokens
+    output_length  tokens to generate
+    hash_ids       one per block of the prompt; equal ids mean equal tokens. Empty: a prompt of its own
+    block_tokens   tokens of such a block; may be fractional
+    """
+
+    index: int
+    at: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...] = ()
+    block_tokens: float = 512.0
+
+
+class Tokens:
+    """Token ids of a prompt and of what is generated after it, made when they are read.
+
+    Stands for the int32 arrays of requests and sequences. Reading a slice makes an array; writing a
+    generated token changes nothing.
+    """
+
+    __slots__ = ("_block", "_ids", "_length", "_prompt")
+
+    def __init__(self, ids: Items[int], block: float, prompt: int, length: int) -> None:
+        self._ids, self._block, self._prompt, self._length = ids, block, prompt, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+
+    @overload
+    def __getitem__(self, key: slice) -> I32: ...
+
+    def __getitem__(self, key: int | slice) -> int | I32:
+        if not isinstance(key, slice):
+            place = key + self._length if key < 0 else key
+            return 0 if place >= self._prompt else self._ids[self._id_at(place)]
+        start, stop, _ = key.indices(self._length)
+        if stop <= start:
+            return np.zeros(0, np.int32)
+        if stop <= self._prompt:
+            first = self._id_at(start)
+            if first == self._id_at(stop - 1):
+                return np.full(stop - start, self._ids[first], np.int32)
+        return self._mixed(start, stop)
+
+    def __setitem__(self, key: int, value: int) -> None:
+        assert value == 0, "generated tokens are 0"
+        assert key >= self._prompt, "the prompt is what it is"
+
+    def with_output(self, count: int) -> "Tokens":
+        """The prompt and `count` tokens after it."""
+        return Tokens(self._ids, self._block, self._prompt, self._prompt + count)
+
+    def _id_at(self, place: int) -> int:
+        # Blocks may be fractional, and rounding may add a token after the last one.
+        return min(int(place / self._block), len(self._ids) - 1)
+
+    def _mixed(self, start: int, stop: int) -> I32:
+        tokens = np.zeros(stop - start, np.int32)
+        inside = min(stop, self._prompt) - start
+        if inside > 0:
+            block = ((start + np.arange(inside)) / self._block).astype(np.int64)
+            ids = np.asarray(self._ids, np.int32)
+            tokens[:inside] = ids[np.minimum(block, len(ids) - 1)]
+        return tokens
+
+
+class Requests:
+    """Makes requests and sequences of what a trace says; equal hash ids get equal tokens."""
+
+    def __init__(self) -> None:
+        self._token_of: dict[int, int] = {}
+
+    def request(self, virtual: VirtualRequest) -> Request:
+        """The request, its prompt made of tokens that are never stored."""
+        ids: Items[int] = [self._token_of.setdefault(i, len(self._token_of) + 1) for i in virtual.hash_ids]
+        block, length = virtual.block_tokens, virtual.input_length
+        if not ids:
+            ids, block = (OWN + virtual.index,), float(max(1, length))
+        prompt = cast("list[int]", Tokens(ids, block, length, length))
+        sampling = SamplingParams(max_tokens=virtual.output_length, ignore_eos=True)
+        return Request(id=virtual.index, prompt=prompt, sampling=sampling)
+
+
+def make_virtual_sequence(request: Request, *, handoff: bool = False, transferred: bool = False) -> Sequence:
+    """As `make_sequence`, without making the tokens. `transferred`: it was prefilled elsewhere."""
+    prompt = cast("Tokens", request.prompt)
+    length = len(prompt)
+    return Sequence(
+        request=request,
+        tokens=cast("I32", prompt.with_output(request.sampling.max_tokens)),
+        num_known=length + transferred,
+        stop_tokens=frozenset(),
+        handoff=handoff,
+        transferred=transferred,
+        high_water=length if transferred else 0,
+    )

@@ -1,0 +1,204 @@
+"""simulate: a plan's instances serve a trace in virtual time. The virtual cluster's composition root."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from moe_runtime.engine.limits import agree_limits, chunk_budget, scheduler_limits
+from moe_runtime.errors import InputError
+from moe_runtime.frontend.admission import Admission, AdmissionLimits
+from moe_runtime.frontend.router import AFFINITY_TOKENS, Router, Target
+from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan, InstancePlan
+from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.cluster.clock import Clock, Kind
+from moe_runtime.virtual.cluster.desk import Desk
+from moe_runtime.virtual.cluster.events import Failure, ScriptedEvent, Slowdown
+from moe_runtime.virtual.cluster.instance import Instance
+from moe_runtime.virtual.cluster.network import Network
+from moe_runtime.virtual.cluster.overlap import OverlapGain
+from moe_runtime.virtual.cluster.ranks import Ranks
+from moe_runtime.virtual.cluster.records import Listener
+from moe_runtime.virtual.cluster.requests import VirtualRequest
+from moe_runtime.virtual.cluster.times import StepTimes
+
+
+class Cluster:
+    """A simulation: build, `run`, look at it. Arguments as of `simulate`."""
+
+    def __init__(
+        self,
+        plan: EffectivePlan,
+        model: ModelSpec,
+        *,
+        times: Mapping[str, StepTimes],
+        kv_seconds: Callable[[int], float],
+        listener: Listener,
+        events: Sequence[ScriptedEvent] = (),
+        admission: AdmissionLimits | None = None,
+        fast_forward: bool = True,
+    ) -> None:
+        _check(plan, events)
+        self.clock, self.network = Clock(), Network()
+        self._fast_forward = fast_forward
+        hashed = {(d.kv_cache.block_tokens, d.kv_cache.prefix_cache) for d in plan.deployments}
+        self.desk = Desk(
+            routers={d.name: _router(plan, d) for d in plan.deployments},
+            clock=self.clock,
+            network=self.network,
+            kv_seconds=kv_seconds,
+            listener=listener,
+            admission=None if admission is None else Admission(admission),
+            share_hashes=len(hashed) == 1,
+        )
+        for one in plan.instances:
+            self.desk.instances[one.name] = self._instance(plan, model, one, times, listener)
+        for event in events:
+            self._schedule(event)
+
+    @property
+    def instances(self) -> Mapping[str, Instance]:
+        return self.desk.instances
+
+    def run(self, arrivals: Iterable[VirtualRequest]) -> None:
+        """Serve all of them to their ends. InputError if they do not come in order of time."""
+        self._next(iter(arrivals))
+        clock, network = self.clock, self.network
+        while True:
+            due, end = clock.peek(), network.next_end()
+            if end is not None and (due is None or end <= due):
+                copy = network.pop_ended(end)
+                assert copy is not None
+                clock.now = end
+                self.desk.copied(copy)
+            elif due is not None:
+                clock.step()
+            else:
+                break
+        assert not self.desk.num_requests, "requests wait for what will never happen"
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _next(self, arrivals: Iterator[VirtualRequest]) -> None:
+        """Wait for the next arrival."""
+        request = next(arrivals, None)
+        if request is None:
+            return
+        if request.at < self.clock.now:
+            raise InputError(f"request {request.index} arrives at {request.at} s, before the one ahead of it")
+
+        def arrive() -> None:
+            self.desk.arrive(request)
+            self._next(arrivals)
+
+        self.clock.at(request.at, Kind.OUTSIDE, arrive)
+
+    def _outside(self) -> float | None:
+        """When something happens next."""
+        times = [t for t in (self.clock.peek(), self.network.next_end()) if t is not None]
+        return min(times, default=None)
+
+    def _instance(
+        self,
+        plan: EffectivePlan,
+        model: ModelSpec,
+        one: InstancePlan,
+        times: Mapping[str, StepTimes],
+        listener: Listener,
+    ) -> Instance:
+        deployment = plan.deployment(one.deployment)
+        limits, depth = agree_limits(deployment), deployment.scheduler.pipeline_depth
+        ranks = Ranks(
+            scheduler_limits(deployment, max_positions=model.max_positions),
+            len(one.ranks),
+            depth=depth,
+            lazy=self._fast_forward,
+        )
+        return Instance(
+            name=one.name,
+            ranks=ranks,
+            limits=limits,
+            depth=depth,
+            times=times[deployment.name],
+            overlap=OverlapGain(limits),
+            budget=chunk_budget(deployment, plan.slo),
+            clock=self.clock,
+            outside=self._outside,
+            listener=listener,
+            desk=self.desk,
+            fast_forward=self._fast_forward,
+        )
+
+    def _schedule(self, event: ScriptedEvent) -> None:
+        instance, at = self.instances[event.instance], self.clock.at
+        if isinstance(event, Failure):
+            at(event.at, Kind.OUTSIDE, partial(self.desk.fail, event.instance))
+        elif isinstance(event, Slowdown):
+            at(event.start, Kind.OUTSIDE, partial(instance.script, event))
+            at(event.end, Kind.OUTSIDE, _nothing)  # no run of steps goes beyond it
+        else:
+            at(event.at, Kind.OUTSIDE, partial(instance.script, event))
+
+
+def simulate(
+    plan: EffectivePlan,
+    model: ModelSpec,
+    arrivals: Iterable[VirtualRequest],
+    *,
+    times: Mapping[str, StepTimes],
+    kv_seconds: Callable[[int], float],
+    listener: Listener,
+    events: Sequence[ScriptedEvent] = (),
+    admission: AdmissionLimits | None = None,
+) -> None:
+    """Run the plan's control plane over the arrivals, in order of time, until every request has ended.
+
+    times       seconds of steps, by name of deployment
+    kv_seconds  from tokens to the seconds their KV takes from a prefill to a decode rank that share no link
+    listener    hears everything
+    events      what is scripted to happen
+    admission   what the frontend lets in; None: everything, as a replay does
+
+    Raises InputError for events that name what the plan does not have, and for arrivals out of order.
+    """
+    cluster = Cluster(
+        plan,
+        model,
+        times=times,
+        kv_seconds=kv_seconds,
+        listener=listener,
+        events=events,
+        admission=admission,
+    )
+    cluster.run(arrivals)
+
+
+def _router(plan: EffectivePlan, deployment: EffectiveDeployment) -> Router:
+    kv = deployment.kv_cache
+    return Router(
+        [
+            Target(one.name, rank)
+            for one in plan.instances
+            if one.deployment == deployment.name
+            for rank in range(len(one.ranks))
+        ],
+        kv_tokens=kv.blocks * kv.block_tokens,
+        affinity_tokens=0 if deployment.name == "decode" else AFFINITY_TOKENS,
+    )
+
+
+def _check(plan: EffectivePlan, events: Sequence[ScriptedEvent]) -> None:
+    ranks = {one.name: len(one.ranks) for one in plan.instances}
+    for event in events:
+        if event.instance not in ranks:
+            raise InputError(f"instance {event.instance!r}: the plan has {', '.join(ranks)}")
+        if isinstance(event, Slowdown):
+            if not 0 <= event.rank < ranks[event.instance]:
+                raise InputError(f"rank {event.rank}: {event.instance} has {ranks[event.instance]}")
+            if event.factor < 1 or event.end < event.start:
+                raise InputError(
+                    f"a slowdown by {event.factor} from {event.start} to {event.end} s: the factor must be at"
+                    " least 1, the end not before the start"
+                )
+
+
+def _nothing() -> None:
+    """A moment at which steps must be looked at."""
