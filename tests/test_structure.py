@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "transfer.leases": ("spec", "errors"),
     "transfer.handoff": (),
     "transfer": ("transfer", "spec", *COMMON),
-    "frontend.router": ("spec", "errors"),
+    "frontend.router": ("engine.promises", "spec", "errors"),
     "frontend.admission": (),
     "frontend.board": ("engine.messages",),
     "frontend.advice": ("frontend.board",),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.engine.promises import room_of
 from moe_runtime.errors import NoRoom, RequestRefused
 
 AFFINITY_TOKENS = 256
@@ -152,3 +153,20 @@ class Router:
         if len(self._homes) > REMEMBERED_PREFIXES:
             self._homes.popitem(last=False)
         return homes
+
+
+def role_router(
+    role: str, targets: list[Target], *, kv_tokens: int, max_sequences: int, bounded: bool
+) -> Router:
+    """The router of one role, whose ranks are alike; `bounded`: no rank is sent more than it may promise.
+
+    Decode ranks get prompts with their KV, so who has seen a prefix before does not matter there.
+    """
+    room = room_of(role, kv_tokens=kv_tokens, max_sequences=max_sequences)
+    return Router(
+        targets,
+        kv_tokens=kv_tokens,
+        affinity_tokens=0 if role == "decode" else AFFINITY_TOKENS,
+        most_tokens=room.tokens if bounded else None,
+        most_requests=room.requests if bounded else None,
+    )

@@ -5,10 +5,9 @@ has run. Knows no sockets, no clock.
 """
 
 from moe_runtime.engine.messages import Full, Status
-from moe_runtime.engine.promises import room_of
 from moe_runtime.frontend.bootstrap import RankAddress
 from moe_runtime.frontend.live import Live, Route
-from moe_runtime.frontend.router import Router, Target
+from moe_runtime.frontend.router import Router, Target, role_router
 
 
 class Routes:
@@ -70,12 +69,10 @@ class Routes:
 
 def _router(ranks: list[RankAddress], *, bounded: bool) -> Router:
     """The router of one role; the smallest of its ranks is what all are taken to be."""
-    kv_tokens = min(r.kv_tokens for r in ranks)
-    max_sequences = min(r.max_sequences for r in ranks)
-    room = room_of(ranks[0].deployment, kv_tokens=kv_tokens, max_sequences=max_sequences)
-    return Router(
+    return role_router(
+        ranks[0].deployment,
         [Target(r.instance, r.rank) for r in ranks],
-        kv_tokens=kv_tokens,
-        most_tokens=room.tokens if bounded else None,
-        most_requests=room.requests if bounded else None,
+        kv_tokens=min(r.kv_tokens for r in ranks),
+        max_sequences=min(r.max_sequences for r in ranks),
+        bounded=bounded,
     )

@@ -6,7 +6,7 @@ from functools import partial
 from moe_runtime.engine.limits import agree_limits, chunk_budget, scheduler_limits
 from moe_runtime.errors import InputError
 from moe_runtime.frontend.admission import Admission, AdmissionLimits
-from moe_runtime.frontend.router import AFFINITY_TOKENS, Router, Target
+from moe_runtime.frontend.router import Router, Target, role_router
 from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan, InstancePlan
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cluster.clock import Clock, Kind
@@ -41,7 +41,7 @@ class Cluster:
         self._fast_forward = fast_forward
         hashed = {(d.kv_cache.block_tokens, d.kv_cache.prefix_cache) for d in plan.deployments}
         self.desk = Desk(
-            routers={d.name: _router(plan, d) for d in plan.deployments},
+            routers={d.name: _router(plan, d, bounded=admission is not None) for d in plan.deployments},
             clock=self.clock,
             network=self.network,
             kv_seconds=kv_seconds,
@@ -155,7 +155,7 @@ def simulate(
     kv_seconds  from tokens to the seconds their KV takes from a prefill to a decode rank that share no link
     listener    hears everything
     events      what is scripted to happen
-    admission   what the frontend lets in; None: everything, as a replay does
+    admission   what a server lets in, and no more than ranks may promise; None: everything, as a replay does
 
     Raises InputError for events that name what the plan does not have, and for arrivals out of order.
     """
@@ -171,9 +171,10 @@ def simulate(
     cluster.run(arrivals)
 
 
-def _router(plan: EffectivePlan, deployment: EffectiveDeployment) -> Router:
+def _router(plan: EffectivePlan, deployment: EffectiveDeployment, *, bounded: bool) -> Router:
     kv = deployment.kv_cache
-    return Router(
+    return role_router(
+        deployment.name,
         [
             Target(one.name, rank)
             for one in plan.instances
@@ -181,7 +182,8 @@ def _router(plan: EffectivePlan, deployment: EffectiveDeployment) -> Router:
             for rank in range(len(one.ranks))
         ],
         kv_tokens=kv.blocks * kv.block_tokens,
-        affinity_tokens=0 if deployment.name == "decode" else AFFINITY_TOKENS,
+        max_sequences=deployment.scheduler.max_sequences,
+        bounded=bounded,
     )
 
 
