@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _check(commands.add_parser("check", help="validate a plan; print what would run and the memory per rank"))
     _generate(commands.add_parser("generate", help="generate from a file of prompts"))
-    _plan(commands.add_parser("serve", help="serve a plan's model to OpenAI clients"))
+    _serve(commands.add_parser("serve", help="serve a plan's model to OpenAI clients"))
     _bench(commands.add_parser("bench", help="replay a request trace and write a throughput-per-node report"))
     _report(
         commands.add_parser(
@@ -118,6 +118,11 @@ def _generate(p: argparse.ArgumentParser) -> None:
         "--logits", type=Path, metavar="F.npz", help="also save the first token's logits of each prompt"
     )
     _timeline(p)
+    _expert_load(p)
+
+
+def _serve(p: argparse.ArgumentParser) -> None:
+    _plan(p)
     _expert_load(p)
 
 

@@ -1,4 +1,4 @@
-"""A rank's weights: a decoder that is built, filled from a checkpoint and packed; for a reload, another one."""
+"""A rank's weights: a decoder that is built, filled from a checkpoint and packed; another for a reload."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -25,6 +25,7 @@ from moe_runtime.frontend.text.chat_template import ChatTemplate, find_template
 from moe_runtime.frontend.text.vocabulary import read_vocabulary
 from moe_runtime.launch import environment, session
 from moe_runtime.launch.console import say
+from moe_runtime.launch.expert_load import dump_expert_load
 from moe_runtime.launch.frontends import listen
 from moe_runtime.launch.preflight import Preflight
 from moe_runtime.launch.reload import require_replacement
@@ -40,9 +41,9 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         arguments.overrides,
         argv,
         check=check,
-        work=work,
+        work=partial(work, expert_load=arguments.dump_expert_load),
         inputs={},
-        outputs={},
+        outputs={"--dump-expert-load": arguments.dump_expert_load},
         timeline=None,
         serve=True,
     )
@@ -60,8 +61,8 @@ def check(flight: Preflight) -> None:
         listener.close()
 
 
-async def work(flight: Preflight, fleet: Fleet) -> int:
-    """One frontend: serve until told to end."""
+async def work(flight: Preflight, fleet: Fleet, expert_load: Path | None) -> int:
+    """One frontend: serve until told to end. The first one writes what was counted to `expert_load`."""
     # Imported here, as only frontends need a web server.
     from moe_runtime.frontend.server.app import make_app
     from moe_runtime.frontend.server.experts_admin import add_experts_admin
@@ -102,6 +103,8 @@ async def work(flight: Preflight, fleet: Fleet) -> int:
         grace=server.grace_s,
         log=log,
     )
+    if expert_load is not None and fleet.number == 0 and not fleet.missing:
+        await dump_expert_load(experts, expert_load)
     return 0
 
 

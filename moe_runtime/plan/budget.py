@@ -61,6 +61,11 @@ class MemoryBudget:
         )
 
     @property
+    def weights(self) -> int:
+        """All that is read from the checkpoint."""
+        return self.shared_weights + self.experts + self.redundant_experts
+
+    @property
     def total(self) -> int:
         return sum(num_bytes for _, num_bytes in self.terms)
 

@@ -72,6 +72,19 @@ def _field(path: Path, name: str) -> str | None:
     return None
 
 
+def available_memory_bytes() -> int | None:
+    """What this host, or this container (cgroup v2), has left for new processes and buffers."""
+    text = _field(Path("/proc/meminfo"), "MemAvailable")
+    if text is None or not text.endswith(" kB"):
+        return None
+    free = int(text.removesuffix(" kB")) * 1024
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{n}").read_text().strip() for n in ("max", "current"))
+    except OSError:
+        return free
+    return min(free, int(limit) - int(used)) if limit.isdigit() else free
+
+
 def _memory_bytes(meminfo: Path, limit: Path) -> int | None:
     """Memory of the host, or the limit of this container (cgroup v2) where that is less."""
     text = _field(meminfo, "MemTotal")

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +54,14 @@ class Served:
     """`moe-runtime serve` in the background; `folder` is a path that only this server mentions."""
 
     def __init__(
-        self, folder: Path, checkpoint: Path, deployments: dict[str, Any], *, port: int, **server: Any
+        self,
+        folder: Path,
+        checkpoint: Path,
+        deployments: dict[str, Any],
+        *,
+        port: int,
+        options: Sequence[str] = (),
+        **server: Any,
     ) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
@@ -65,7 +72,7 @@ class Served:
         self.log = folder / "stderr"
         with self.log.open("w") as err:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "moe_runtime", "serve", str(plan)],
+                [sys.executable, "-m", "moe_runtime", "serve", str(plan), *options],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
 
@@ -255,9 +256,15 @@ async def stop_under_load(server: Served, streams: Streams, *, twice: bool = Fal
 
 
 def test_a_server_that_is_told_to_stop_finishes_what_runs(checkpoint, tmp_path):
-    """Prefill and decode apart, two frontends at one port; then the same port at once, and no patience."""
-    port = free_port()
-    with Served(tmp_path / "one", checkpoint, SPLIT, port=port, frontends=2, grace_s=60.0) as server:
+    """Prefill and decode apart, two frontends at one port; then the same port at once, and no patience.
+
+    What the experts had to do is written at the end.
+    """
+    port, load = free_port(), ("--dump-expert-load", str(tmp_path / "load.npz"))
+    with Served(
+        tmp_path / "one", checkpoint, SPLIT, port=port, options=load, frontends=2, grace_s=60.0
+    ) as server:
+        wait_for(lambda: server.log.read_text().count(" ready ") == 2, 60, "second frontend")
         too_long = {"model": "m", "prompt": "x", "max_tokens": 100_000}
         refused = httpx.post(f"{server.url}/v1/completions", json=too_long)
         assert refused.json()["error"]["code"] == "context_length_exceeded"
@@ -270,6 +277,10 @@ def test_a_server_that_is_told_to_stop_finishes_what_runs(checkpoint, tmp_path):
         assert text.endswith("data: [DONE]\n\n")
         assert '"completion_tokens":150' in text
     assert "Traceback" not in log
+    for name in ("prefill", "decode"):
+        with np.load(tmp_path / f"load.{name}.npz") as data:
+            pairs_L = data["load"].sum(axis=1)
+            assert pairs_L.min() == pairs_L.max() > 0
     with Served(tmp_path / "two", checkpoint, ROOMY, port=port, log="json") as server:
         streams = Streams(server, 8, max_tokens=1500)
         assert asyncio.run(stop_under_load(server, streams, twice=True)) == 503

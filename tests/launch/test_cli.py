@@ -16,7 +16,7 @@ FROZEN = {
     "make-checkpoint": "--family --out [--size] [--dtype] [--seed]",
     "check": "PLAN [--set] [--json]",
     "generate": "PLAN [--set] --prompts --out [--logits] [--timeline-out] [--dump-expert-load]",
-    "serve": "PLAN [--set]",
+    "serve": "PLAN [--set] [--dump-expert-load]",
     "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--http] [--timeline-out]"
     " [--dump-expert-load]",
     "report": "RUN.json+ [--html] [--markdown] [--csv] [--price-per-node-hour]",

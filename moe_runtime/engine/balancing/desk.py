@@ -1,7 +1,7 @@
 """ExpertDesk: what a rank is told and asked about experts and weights, and when they may change.
 
-Owns the precedence of what has to be agreed: experts on the move first, then a reload, and while one is on its
-way no expert begins to move. LOCAL: only what `agree` orders happens on all ranks.
+Owns the precedence of what has to be agreed: experts on the move first, then a reload, and while one is on
+its way no expert begins to move. LOCAL: only what `agree` orders happens on all ranks.
 """
 
 import time
@@ -31,7 +31,7 @@ READING_SECONDS = 0.05  # between looks at a thread that reads weights
 
 @dataclass(slots=True, kw_only=True)
 class ExpertDesk:
-    """`balancing` None: experts stay where `placement` has them. `layers`: numbers of the model's MoE layers."""
+    """`balancing` None: experts stay where `placement` has them. `layers`: the MoE layers' numbers."""
 
     instance: str
     deployment: str

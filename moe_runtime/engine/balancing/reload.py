@@ -1,13 +1,14 @@
-"""Reloader: one rank's part in going over to the weights of another checkpoint, in a transaction of all ranks.
+"""Reloader: one rank's part in going over to the weights of another checkpoint, a transaction of all ranks.
 
-1. prepare: a frontend names the checkpoint. All ranks of an instance begin in the same step, when no expert is
-   on the move; from then until the end none begins to move, as what a slot holds is what is read for it.
+1. prepare: a frontend names the checkpoint. All ranks of an instance begin in the same step, when no expert
+   is on the move. From then to the end none begins to move, as each slot's new weights are read for the
+   expert that it holds.
 2. stage: a thread reads all weights of this rank into memory of their own, beside the forward passes.
-3. commit: when every rank of every instance is ready, the frontend says so, and `agree` names the step in which
-   the ranks copy what they read over the weights in use, at the addresses that these have.
+3. commit: when every rank of every instance is ready, the frontend says so, and `agree` names the step in
+   which the ranks copy what they read over the weights in use, at the addresses that these have.
 
-Until then the old weights serve, and the failure of any rank, or of the frontend, has all ranks of an instance
-drop what they read in the same step.
+Until then the old weights serve, and the failure of any rank, or of the frontend, has all ranks of an
+instance drop what they read in the same step.
 
 LOCAL: nothing here waits for another rank, or for the thread.
 """
@@ -33,7 +34,7 @@ log = logging.getLogger("moe_runtime.reload")
 
 @dataclass(slots=True)
 class _Attempt:
-    """`staged` from the begin on; `wanted`: the frontend has asked for the commit; `why` it failed, if here."""
+    """`staged` from the begin on; `wanted`: the frontend asks for the commit; `why` it failed, if here."""
 
     message: Reload
     deadline: float

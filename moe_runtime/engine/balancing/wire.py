@@ -152,7 +152,7 @@ class FinishReload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReloadAnswer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank -> frontend: the weights are read, in use, or dropped. `why` is empty where another rank failed."""
+    """Rank -> frontend: the weights are read, in use, or dropped; `why`, unless another rank failed."""
 
     instance: str
     rank: int
