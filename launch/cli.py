@@ -58,6 +58,14 @@ def parser() -> argparse.ArgumentParser:
     _generate(commands.add_parser("generate", help="generate from a file of prompts"))
     _serve(commands.add_parser("serve", help="serve a plan's model to OpenAI clients"))
     _bench(commands.add_parser("bench", help="replay a request trace and write a throughput-per-node report"))
+    _simulate(
+        commands.add_parser("simulate", help="replay a trace on the plan's virtual cluster; the same report")
+    )
+    _report(
+        commands.add_parser(
+            "report", help="print saved reports, side by side; write them as a page, Markdown or CSV"
+        )
+    )
     _report(
         commands.add_parser(
             "report", help="print saved reports, side by side; write them as a page, Markdown or CSV"
@@ -128,14 +136,63 @@ def _serve(p: argparse.ArgumentParser) -> None:
 
 def _bench(p: argparse.ArgumentParser) -> None:
     _plan(p)
+    _trace(p)
+    p.add_argument("--http", metavar="URL", help="replay against a server that runs the plan already")
+    _timeline(p)
+    _expert_load(p)
+
+
+def _simulate(p: argparse.ArgumentParser) -> None:
+    _plan(p)
+    _trace(p)
+    p.add_argument(
+        "--balance",
+        metavar="LOADS",
+        help="expert loads: recorded, uniform, power:EXPONENT or balancedness:X; default: recorded where"
+        " there are records",
+    )
+    p.add_argument("--events", type=Path, metavar="E.yaml", help="slowdowns, failures, rebalances to act out")
+
+
+def _trace(p: argparse.ArgumentParser) -> None:
     p.add_argument("--trace", required=True, type=Path, metavar="T.jsonl")
     p.add_argument("--out", required=True, type=Path, metavar="RUN.json")
     p.add_argument("--speed", type=_positive, default=1.0, help="replay this many times faster")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     p.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="X", help="multiply all lengths")
-    p.add_argument("--http", metavar="URL", help="replay against a server that runs the plan already")
-    _timeline(p)
-    _expert_load(p)
+
+
+def _report(p: argparse.ArgumentParser) -> None:
+    p.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
+    p.add_argument("--html", type=Path, metavar="F.html", help="write a page that needs nothing else")
+    p.add_argument("--markdown", type=Path, metavar="F.md", help="write the tables as Markdown")
+    p.add_argument("--csv", type=Path, metavar="F.csv", help="write every figure, a column for each run")
+    p.add_argument(
+        "--price-per-node-hour", type=_positive, metavar="X", help="also say what a million tokens cost"
+    )
+
+
+def _eplb(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--load", required=True, type=Path, metavar="F", help="loads: .csv, .json, .npz, .npy, .pt"
+    )
+    p.add_argument("--topology", required=True, metavar="NxG", help="nodes x ranks per node, as 4x8")
+    p.add_argument("--slots", required=True, type=int, metavar="S", help="slots to fill, all ranks together")
+    p.add_argument("--current", type=Path, metavar="P.json", help="the placement in use: move little from it")
+    p.add_argument("--out", required=True, type=Path, metavar="P.json")
+    p.add_argument("--groups", type=int, default=1, help="expert groups of group-limited routing")
+    p.add_argument("--quality", choices=("default", "best"), default="default")
+    p.add_argument("--split", choices=("weighted", "equal"), default="weighted", help="shares of replicas")
+    p.add_argument(
+        "--expert-bytes", type=_positive, default=1.0, metavar="B", help="of one expert in a layer"
+    )
+    p.add_argument(
+        "--horizon",
+        type=_positive,
+        metavar="SECONDS",
+        help="what one unit of load on a layer's heaviest rank costs until the next decision",
+    )
+    p.add_argument("--plot", type=Path, metavar="F.png", help="a picture of rank loads before and after")
 
 
 def _report(p: argparse.ArgumentParser) -> None:

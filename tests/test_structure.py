@@ -91,6 +91,7 @@ TORCH_FREE = (
     "launch.commands.bench",
     "launch.commands.generate",
     "launch.commands.serve",
+    "launch.commands.simulate",
 )
 # Control modules are pure: no clock, no sockets, no web framework, no torch.
 IMPURE = {"time", "datetime", "socket", "asyncio", "zmq", "torch", "random", "threading"}

@@ -6,10 +6,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
-import moe_runtime
 from moe_runtime.checkpoint.tokenizer import Tokenizer
 from moe_runtime.errors import InputError
 from moe_runtime.files import require_outputs
@@ -24,14 +22,15 @@ from moe_runtime.frontend.trace import read_trace
 from moe_runtime.launch import session
 from moe_runtime.launch.console import say, show
 from moe_runtime.launch.expert_load import dump_expert_load
+from moe_runtime.launch.facts import run_facts
 from moe_runtime.launch.kernels import kernels_in_use
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.progress import Progress
-from moe_runtime.plan.validate import plan_warnings
+from moe_runtime.launch.room import require_prefill_room, sequence_room
 from moe_runtime.report.build import build_report
-from moe_runtime.report.facts import DeploymentFacts, RunFacts
+from moe_runtime.report.facts import RunFacts
 from moe_runtime.report.files import save_report
-from moe_runtime.report.machine import read_commit, read_machine, summarize_model
+from moe_runtime.report.machine import read_machine
 from moe_runtime.report.records import RankSteps, RequestRecord
 from moe_runtime.report.schema import Options
 from moe_runtime.report.show import render, use_color
@@ -80,9 +79,9 @@ class _Bench:
             requests,
             ids=usable_ids(model.vocab_size, special),
             encode=lambda text: Tokenizer(Path(flight.effective.model.path)).encode(text),
-            max_tokens=_sequence_room(flight),
+            max_tokens=sequence_room(flight),
         )
-        _require_prefill_room(flight, [(r.where, len(p)) for r, p in zip(requests, prompts, strict=True)])
+        require_prefill_room(flight, [(r.where, len(p)) for r, p in zip(requests, prompts, strict=True)])
         # The trace says how much is generated, so the end-of-sequence token ends nothing.
         return [
             Arrival(
@@ -137,32 +136,14 @@ class _Bench:
 
     def _facts(self, flight: Preflight, warmup_end: float, notes: tuple[str, ...] = ()) -> RunFacts:
         plan = flight.effective
-        return RunFacts(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            version=moe_runtime.__version__,
-            commit=read_commit(),
-            machine=read_machine(hardware=plan.cluster.hardware, device=plan.cluster.device),
-            plan=plan.to_json(),
-            plan_digest=plan.digest,
-            model=summarize_model(flight.model, path=plan.model.path, dtype=plan.model.dtype),
-            options=self.options,
-            ranks_per_node=plan.cluster.ranks_per_node,
-            moe_layers=flight.model.moe_layers,
-            deployments=tuple(
-                DeploymentFacts(
-                    name=d.name,
-                    instances=tuple(i.name for i in plan.instances if i.deployment == d.name),
-                    expert_parallel=d.expert_parallel,
-                    redundant_experts=d.redundant_experts,
-                    dispatch_backend=d.dispatch.backend,
-                    kv_blocks=d.kv_cache.blocks,
-                    kernels=kernels_in_use(d, flight.model, plan.cluster.device),
-                )
-                for d in plan.deployments
-            ),
-            slo=(plan.slo.ttft_ms, plan.slo.tpot_ms),
+        device = plan.cluster.device
+        return run_facts(
+            flight,
+            self.options,
+            read_machine(hardware=plan.cluster.hardware, device=device),
+            kernels={d.name: kernels_in_use(d, flight.model, device) for d in plan.deployments},
             warmup_end=warmup_end,
-            notes=(*notes, *plan_warnings(plan, flight.model)),
+            notes=notes,
         )
 
 
@@ -189,21 +170,3 @@ def _instances(flight: Preflight) -> Instances:
     only = {role: names[0] for role, names in roles.items() if len(names) == 1}
     unified = only.get("unified")
     return Instances(prefill=only.get("prefill", unified), decode=only.get("decode", unified))
-
-
-def _sequence_room(flight: Preflight) -> int:
-    """Tokens, prompt and output together, that a sequence may have where it decodes."""
-    decoding = next(d for d in flight.effective.deployments if d.name in ("decode", "unified"))
-    return min(flight.model.max_positions, decoding.kv_cache.blocks * decoding.kv_cache.block_tokens)
-
-
-def _require_prefill_room(flight: Preflight, prompts: list[tuple[str, int]]) -> None:
-    """InputError for a prompt that does not fit a prefill rank's cache."""
-    for d in flight.effective.deployments:
-        room = d.kv_cache.blocks * d.kv_cache.block_tokens
-        for where, length in prompts:
-            if length > room:
-                raise InputError(
-                    f"{where}: input_length: {length} prompt tokens, a rank of {d.name} caches {room};"
-                    f" deployments.{d.name}.kv_cache.blocks={-(-length // d.kv_cache.block_tokens)} would do"
-                )

@@ -116,6 +116,14 @@ def trace_prompts(
     return [_draw(r, ids) if t is None else t for r, t in zip(requests, texts, strict=True)]
 
 
+def trace_lengths(requests: Sequence[TraceRequest], *, encode: Encode, max_tokens: int) -> list[int]:
+    """Prompt tokens of each request, without making them; texts and errors as in `trace_prompts`."""
+    lengths = [len(_encode(r.prompt, r.where, encode)) if r.prompt else r.input_length for r in requests]
+    if requests:
+        _require_fit(requests, lengths, max_tokens)
+    return lengths
+
+
 def _require_fit(requests: Sequence[TraceRequest], lengths: Sequence[int], max_tokens: int) -> None:
     totals = [n + r.output_length for r, n in zip(requests, lengths, strict=True)]
     worst = max(range(len(totals)), key=totals.__getitem__)

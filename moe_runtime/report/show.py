@@ -148,6 +148,8 @@ def _throughput(report: Report, color: bool) -> RenderableType:
 
 def kernels_as_text(modules: Mapping[str, str]) -> str:
     """The implementation of most operations, and the operations that another one ran."""
+    if not modules:
+        return "none"
     columns = {operation: module.rpartition(".")[2] for operation, module in modules.items()}
     [(usual, _)] = Counter(columns.values()).most_common(1)
     others = [f"{operation} {column}" for operation, column in columns.items() if column != usual]

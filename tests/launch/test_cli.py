@@ -19,6 +19,7 @@ FROZEN = {
     "serve": "PLAN [--set] [--dump-expert-load]",
     "bench": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--http] [--timeline-out]"
     " [--dump-expert-load]",
+    "simulate": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--balance] [--events]",
     "report": "RUN.json+ [--html] [--markdown] [--csv] [--price-per-node-hour]",
     "eplb": "--load --topology --slots [--current] --out [--groups] [--quality] [--split] [--expert-bytes]"
     " [--horizon] [--plot]",

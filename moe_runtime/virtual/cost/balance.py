@@ -101,15 +101,49 @@ def draw_balance(
     nodes = -(-placement.num_ranks // ranks_per_node)
     out = np.zeros((3, len(grid), BINS))
     for g, tokens in enumerate(grid):
-        noisy_DLE = probability_LE * np.exp(drift.of(tokens / tokens_per_sequence) * normal_DLE)
-        noisy_DLE *= tokens * top_k / noisy_DLE.sum(axis=2, keepdims=True)
-        rows_DLE = rng.poisson(noisy_DLE).astype(np.float64)
+        strays = drift.of(tokens / tokens_per_sequence)
+        rows_DLE = _draw_rows(rng, probability_LE, strays * normal_DLE, tokens * top_k)
         ratio = np.concatenate([_largest(r, placement, nodes, top_k) for r in rows_DLE], axis=1)
         order = np.sort(ratio, axis=1)
         out[:, g] = np.stack([part.mean(axis=1) for part in np.array_split(order, BINS, axis=1)], axis=1)
     # The largest load cannot fall as tokens are added; draws may say so by chance.
     largest = np.maximum.accumulate(out * grid[None, :, None], axis=1) / grid[None, :, None]
     return Balance(grid, largest[0], largest[1], largest[2])
+
+
+def layer_balancedness(
+    load_LE: NDArray[np.float64],
+    placement: Placement,
+    *,
+    top_k: int,
+    drift: Drift,
+    tokens: float,
+    tokens_per_sequence: float = 1.0,
+    seed: int = 0,
+    draws: int = DRAWS,
+) -> NDArray[np.float64]:
+    """float64 [draws, L]: balancedness of every layer in micro-batches of `tokens`; as in `draw_balance`."""
+    rng = np.random.default_rng(seed)
+    probability_LE = load_LE / load_LE.sum(axis=1, keepdims=True)
+    strays = drift.of(tokens / tokens_per_sequence)
+    found = np.empty((draws, len(load_LE)))
+    for draw in found:
+        drift_LE = strays * rng.standard_normal(load_LE.shape)
+        load_LR = placement.rank_load(_draw_rows(rng, probability_LE, drift_LE, tokens * top_k))
+        draw[:] = 1 / _over_mean(load_LR)
+    return found
+
+
+def _draw_rows(
+    rng: np.random.Generator,
+    probability_LE: NDArray[np.float64],
+    drift_XLE: NDArray[np.float64],
+    rows: float,
+) -> NDArray[np.float64]:
+    """[..., L, E]: rows of every expert, about `rows` of a layer together."""
+    noisy = probability_LE * np.exp(drift_XLE)
+    noisy *= rows / noisy.sum(axis=-1, keepdims=True)
+    return rng.poisson(noisy).astype(np.float64)
 
 
 def _largest(

@@ -1,0 +1,131 @@
+"""From a plan to what its simulation is made of: expert loads, placements and a cost model per deployment.
+
+Owns what is assumed where the plan does not say. Placements that the plan names come from the caller.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from moe_runtime.eplb.errors import BalanceError
+from moe_runtime.errors import InputError
+from moe_runtime.placement.placement import Placement
+from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan
+from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.cost.balance import Drift
+from moe_runtime.virtual.cost.constants import constants
+from moe_runtime.virtual.cost.deployment import Setting
+from moe_runtime.virtual.cost.from_plan import plan_setting
+from moe_runtime.virtual.cost.loads import place
+from moe_runtime.virtual.cost.model import CostModel
+from moe_runtime.virtual.run.loads import Assumed, DeploymentLoads, LoadChoice, expert_loads, is_recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Mean tokens of a request of the trace."""
+
+    prompt: float
+    output: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """One deployment: its instances are alike. `model` as it is served: shared experts may be in slots."""
+
+    deployment: EffectiveDeployment
+    model: ModelSpec
+    assumed: Assumed
+    loads: DeploymentLoads
+    cost: CostModel
+
+    def with_placement(self, placement: Placement) -> "Prepared":
+        """The same with experts elsewhere."""
+        assumed = replace(self.assumed, placement=placement)
+        return _prepared(self.deployment, self.model, self.cost.setting, assumed)
+
+    def balanced(self) -> "Prepared":
+        """The same with the balancer's placement on the long-run loads. InputError where that cannot be."""
+        return self.with_placement(_solve(self.deployment, self.model, self.assumed))
+
+
+def prepare(
+    plan: EffectivePlan,
+    model: ModelSpec,
+    placements: Mapping[str, Placement],
+    workload: Workload,
+    choice: LoadChoice,
+) -> dict[str, Prepared]:
+    """Every deployment by name. `placements`: what each starts with.
+
+    Raises InputError for a machine without constants, loads that are not recorded, sizes that cannot be.
+    """
+    return {d.name: _prepare(plan, model, d, placements[d.name], workload, choice) for d in plan.deployments}
+
+
+def assumptions(choice: LoadChoice, model: ModelSpec, weights: str) -> tuple[str, ...]:
+    """What a reader of the report should know of them, in sentences."""
+    notes = [f"Simulated in virtual time with {weights} weights: no figure was measured."]
+    if choice.kind == "recorded":
+        notes.append("Expert loads are those published of DeepSeek-V3, with drift from batch to batch.")
+    elif not is_recorded(model):
+        notes.append(f"No expert loads of this model are recorded: {choice} is assumed.")
+    else:
+        notes.append(f"Expert loads are synthetic: {choice}.")
+    return tuple(notes)
+
+
+def _prepare(
+    plan: EffectivePlan,
+    model: ModelSpec,
+    deployment: EffectiveDeployment,
+    start: Placement,
+    workload: Workload,
+    choice: LoadChoice,
+) -> Prepared:
+    served, fitted = deployment.served(model), constants().fitted
+    setting = plan_setting(plan.cluster, deployment, weights=model.weight_dtype(plan.model.dtype))
+    assumed = Assumed(
+        load_LE=expert_loads(choice, served, role=deployment.name, ranks=deployment.expert_parallel, seed=0),
+        placement=start,
+        redundant_experts=deployment.redundant_experts,
+        moe_layers=served.moe_layers,
+        top_k=served.moe.slots_per_token,
+        ranks_per_node=setting.ranks_per_node,
+        drift=Drift(common=fitted.drift_common, sequence=fitted.drift_sequence),
+        tokens_per_sequence=_tokens_per_sequence(deployment, workload),
+    )
+    return _prepared(deployment, served, setting, assumed)
+
+
+def _prepared(
+    deployment: EffectiveDeployment, model: ModelSpec, setting: Setting, assumed: Assumed
+) -> Prepared:
+    loads = DeploymentLoads(assumed)
+    cost = CostModel(model, setting, loads.balance)
+    return Prepared(deployment=deployment, model=model, assumed=assumed, loads=loads, cost=cost)
+
+
+def _solve(deployment: EffectiveDeployment, model: ModelSpec, assumed: Assumed) -> Placement:
+    ranks, per_node = deployment.expert_parallel, assumed.ranks_per_node
+    try:
+        return place(
+            assumed.load_LE,
+            ranks=ranks,
+            ranks_per_node=per_node if ranks % per_node == 0 else ranks,
+            redundant_experts=deployment.redundant_experts,
+            balanced=True,
+            groups=1 if model.moe.shared_slots else model.moe.router.num_groups,
+        )
+    except BalanceError as error:
+        raise InputError(f"deployments.{deployment.name}: experts cannot be placed: {error}") from error
+
+
+def _tokens_per_sequence(deployment: EffectiveDeployment, workload: Workload) -> float:
+    """Rows of a step over the sequences they are of: 1 in decode, a chunk of a prompt in prefill."""
+    chunks = math.ceil(workload.prompt / deployment.scheduler.chunk_tokens)
+    if deployment.name == "prefill":
+        return max(1.0, workload.prompt / chunks)
+    if deployment.name == "decode":
+        return 1.0
+    return max(1.0, (workload.prompt + workload.output) / (chunks + workload.output))
