@@ -124,6 +124,6 @@ class Make:
         return self.facts(), records, steps
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make() -> Make:
     return Make()

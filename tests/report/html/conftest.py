@@ -1,0 +1,36 @@
+"""Reports as full as they come."""
+
+import dataclasses
+
+import msgspec
+import pytest
+
+from moe_runtime.report.build import build_report
+from moe_runtime.report.schema import Report
+from moe_runtime.report.schema_time import Attribution, RankLoads, TimeShare, TimeUse
+
+
+@pytest.fixture(scope="session")
+def measured(make) -> Report:
+    """Experts moved in the middle of the run, one request failed."""
+    facts, records, steps = make.run()
+    failed = make.request(20, 50.0, [], finish_reason="error", error="no room", sent=None)
+    moved = [dataclasses.replace(s, placement_epoch=(s.step >= 10).astype("int64")) for s in steps]
+    return build_report(facts, [*records, failed], moved)
+
+
+@pytest.fixture(scope="session")
+def simulated(measured) -> Report:
+    """With what a simulation tells, and more ranks than a table has columns for."""
+    parts = tuple(TimeShare(name=n, seconds=s, share=s / 8) for n, s in (("attention", 5.0), ("idle", 3.0)))
+    use = TimeUse(instance="all", seconds=8.0, parts=parts, bounds=parts[::-1], roofline=0.4321)
+    wide = tuple(tuple(0.4 + (7 * layer + 3 * rank) % 17 / 10 for rank in range(600)) for layer in range(3))
+
+    def change(d):
+        loads = RankLoads(instance=d.instances[0], before=wide, after=wide[::-1])
+        attribution = Attribution(total=use, instances=(use,))
+        return msgspec.structs.replace(d, phases=(), attribution=attribution, rank_loads=loads)
+
+    return msgspec.structs.replace(
+        measured, simulated=True, deployments=tuple(map(change, measured.deployments))
+    )
