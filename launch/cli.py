@@ -66,11 +66,6 @@ def parser() -> argparse.ArgumentParser:
             "report", help="print saved reports, side by side; write them as a page, Markdown or CSV"
         )
     )
-    _report(
-        commands.add_parser(
-            "report", help="print saved reports, side by side; write them as a page, Markdown or CSV"
-        )
-    )
     _eplb(commands.add_parser("eplb", help="place experts for measured loads; say what it gains and moves"))
     return root
 
@@ -160,39 +155,6 @@ def _trace(p: argparse.ArgumentParser) -> None:
     p.add_argument("--speed", type=_positive, default=1.0, help="replay this many times faster")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     p.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="X", help="multiply all lengths")
-
-
-def _report(p: argparse.ArgumentParser) -> None:
-    p.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
-    p.add_argument("--html", type=Path, metavar="F.html", help="write a page that needs nothing else")
-    p.add_argument("--markdown", type=Path, metavar="F.md", help="write the tables as Markdown")
-    p.add_argument("--csv", type=Path, metavar="F.csv", help="write every figure, a column for each run")
-    p.add_argument(
-        "--price-per-node-hour", type=_positive, metavar="X", help="also say what a million tokens cost"
-    )
-
-
-def _eplb(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--load", required=True, type=Path, metavar="F", help="loads: .csv, .json, .npz, .npy, .pt"
-    )
-    p.add_argument("--topology", required=True, metavar="NxG", help="nodes x ranks per node, as 4x8")
-    p.add_argument("--slots", required=True, type=int, metavar="S", help="slots to fill, all ranks together")
-    p.add_argument("--current", type=Path, metavar="P.json", help="the placement in use: move little from it")
-    p.add_argument("--out", required=True, type=Path, metavar="P.json")
-    p.add_argument("--groups", type=int, default=1, help="expert groups of group-limited routing")
-    p.add_argument("--quality", choices=("default", "best"), default="default")
-    p.add_argument("--split", choices=("weighted", "equal"), default="weighted", help="shares of replicas")
-    p.add_argument(
-        "--expert-bytes", type=_positive, default=1.0, metavar="B", help="of one expert in a layer"
-    )
-    p.add_argument(
-        "--horizon",
-        type=_positive,
-        metavar="SECONDS",
-        help="what one unit of load on a layer's heaviest rank costs until the next decision",
-    )
-    p.add_argument("--plot", type=Path, metavar="F.png", help="a picture of rank loads before and after")
 
 
 def _report(p: argparse.ArgumentParser) -> None:
