@@ -64,6 +64,10 @@ class TracedExchange:
         self._trace.record("agreement", "exchange", step=step, layer=-1)
         return self._inner(step, vector)
 
+    def look(self, step: int) -> None:
+        """LOCAL: as `inner`."""
+        self._inner.look(step)
+
 
 class TracedBuffer:
     """A buffer that says when it is used; the rows go as they do for `inner`, which sums in top-k order."""

@@ -27,12 +27,19 @@ class Exchange(Protocol):
 
     def __call__(self, step: int, vector: NDArray[np.int64]) -> list[NDArray[np.int64]]: ...
 
+    def look(self, step: int) -> None:
+        """LOCAL: raise PeerLost for ranks that have ended while everybody is parked in `step`."""
+        ...
+
 
 class LocalExchange:
     """An instance of one rank: nobody to ask."""
 
     def __call__(self, step: int, vector: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         return [vector]
+
+    def look(self, step: int) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,10 @@ class SharedExchange:
         """Raises StepTimeout naming the ranks that did not post in time, PeerLost naming those that died."""
         self.collect(step, vector, self._timeout).check(step, self._timeout)
         return [v.copy() for v in self.vectors[:, step % 2]]
+
+    def look(self, step: int) -> None:
+        """Raise PeerLost naming ranks of this host that have ended."""
+        Missing(dead=tuple(r for i, r in enumerate(self._here) if self.has_died(i))).check(step, 0.0)
 
     def collect(self, step: int, vector: NDArray[np.int64], seconds: float) -> Missing:
         """Post, and wait until all ranks of this host have, which stand in `vectors[:, step % 2]` then.

@@ -86,6 +86,15 @@ class NodeExchange:
         ).check(step, self._timeout)
         return [row.copy() for row in table[:, 1:]]
 
+    def look(self, step: int) -> None:
+        """Raise PeerLost naming ranks of this host that have ended, and to its leader those of other hosts
+        whose leader has: a host whose leader is gone ends, so everybody hears of it.
+        """
+        self._host.look(step)
+        if self._tree is not None:
+            gone = [rank for node in self._tree.hung_up() for rank in self._nodes[node]]
+            Missing(dead=tuple(gone)).check(step, 0.0)
+
     def _lead(self, step: int, missing: Missing, tree: NodeTree) -> None:
         """Take this host's vectors to the others, and publish theirs."""
         here = self._nodes[tree.node]

@@ -171,6 +171,14 @@ class NodeTree:
             states[node] = self._states[place]
         return Gathered(self._order, bytes(states), self._blocks)
 
+    def hung_up(self) -> list[int]:
+        """LOCAL: neighbours in the tree that have closed their connection. Reads nothing."""
+        parent = self.shape.parent(self.node)
+        neighbours = (
+            dict(self._down) if parent is None or self._up is None else {parent: self._up, **self._down}
+        )
+        return sorted(node for node, connection in neighbours.items() if _closed(connection))
+
     def close(self) -> None:
         for connection in (self._listener, self._up, *self._down.values()):
             if connection is not None:
@@ -245,6 +253,17 @@ def _send(connection: socket.socket, pieces: list[memoryview], deadline: float) 
     while pieces:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         pieces = _rest(pieces, connection.sendmsg(pieces))
+
+
+def _closed(connection: socket.socket) -> bool:
+    """Whether the peer has closed; a message that waits to be read says that it had not."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _rest(pieces: list[memoryview], count: int) -> list[memoryview]:

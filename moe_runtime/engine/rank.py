@@ -224,6 +224,7 @@ class RankEngine:
             self.desk.changed = False
             self.desk.inbox.wait(self.desk.patience())
             self.desk.receive()
+            self.exchange.look(self.step_number)
 
     def _poison_stale(self) -> None:
         stale = self.scheduler.pool.take_stale()

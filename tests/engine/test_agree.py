@@ -205,6 +205,17 @@ def test_all_dead_ranks_are_named_though_another_is_late():
     assert time.monotonic() - began < at_most(5)
 
 
+def test_a_rank_that_ends_while_all_are_parked_is_named():
+    first, second, _ = exchanges(3, timeout=60.0)
+    second.look(7)
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
+    first._pids[2][0] = child.pid
+    with pytest.raises(PeerLost, match="rank 2, agreement, step 7: no longer running"):
+        first.look(7)
+    child.wait()
+
+
 def test_a_missing_rank_is_named_within_the_deadline():
     first, _, third = exchanges(3, timeout=0.3)
     errors = []

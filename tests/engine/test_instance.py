@@ -1,6 +1,7 @@
 """Instances of four ranks with uneven work: equal collectives, nobody held up, overlap changes no token."""
 
 import itertools
+import os
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ from moe_runtime.engine.agree import OverlapReason
 from tests.end_to_end.commands import write_plan
 from tests.engine.instance import Done, Driven, never_park, run_requests, run_steps, start
 from tests.expert_parallel.cases import pairwise
-from tests.expert_parallel.world import Rank, run_world
+from tests.expert_parallel.world import Failure, Rank, World, run_world
 
 pytestmark = pytest.mark.multiproc
 STEPS = 500
@@ -239,3 +240,20 @@ def test_a_rank_without_blocks_holds_nobody_up(tmp_path, plan):
     # Somebody advances in every step: prompts in chunks of 12 and tokens, the two one after the other.
     assert len(short.decisions) <= 2 * (4 + 6)
     assert all(d.decode_rows + d.prefill_rows > 0 for d in short.decisions)
+
+
+@torch.inference_mode()
+def park_and_fall(rank: Rank, plan: Path) -> None:
+    """There is no work: all ranks park in their first step, and rank 1 ends there."""
+    driven = start(rank, plan)
+    if rank.rank == 1:
+        setattr(driven.engine.desk.inbox, "wait", lambda seconds: os._exit(1))  # noqa: B010
+    driven.engine.step()
+
+
+def test_parked_ranks_hear_of_one_that_ended(tmp_path, plan):
+    with World(tmp_path, 4, park_and_fall, plan) as world:
+        for failure in world.results([0, 2, 3]):
+            assert isinstance(failure, Failure)
+            assert failure.kind == "PeerLost", failure.trace
+            assert "waiting for rank 1, agreement, step 0: no longer running" in failure.message

@@ -83,7 +83,7 @@ def test_all_other_ranks_name_the_silent_one(silent):
     instance = Instance(2.0)
     began = time.monotonic()
     instance.run(10, lambda rank, step: not (rank == silent and step == 4))
-    assert time.monotonic() - began < 2.0 + 1.5
+    assert time.monotonic() - began < 2.0 + at_most(1.5)
     assert set(instance.errors) == set(range(RANKS)) - {silent}
     below = {0: {0, 1, 2}, 3: {3, 4}}.get(silent, {silent})
     for rank, error in instance.errors.items():
@@ -123,3 +123,22 @@ def test_a_leader_that_died_with_what_it_had_taken_is_named_by_its_host():
     assert time.monotonic() - began < at_most(5)
     for tree in instance.trees:
         tree.close()
+
+
+def test_parked_ranks_hear_of_hosts_that_are_gone():
+    """A neighbour in the tree first; what it leaves behind ends as well, so in the end everybody."""
+    instance = Instance(30.0)
+    for exchange in instance.exchanges:
+        exchange.look(0)
+    up = instance.trees[1]._up
+    assert up is not None
+    up.sendall(b"early")  # that host has been woken already
+    instance.exchanges[0].look(0)
+    instance.trees[2].close()
+    with pytest.raises(PeerLost, match="waiting for rank 5, agreement, step 4: no longer running"):
+        instance.exchanges[0].look(4)
+    instance.exchanges[3].look(4)
+    instance.trees[0].close()
+    with pytest.raises(PeerLost, match="waiting for ranks 0, 1, 2, agreement, step 4: no longer running"):
+        instance.exchanges[3].look(4)
+    instance.trees[1].close()
