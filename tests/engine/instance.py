@@ -22,6 +22,7 @@ from moe_runtime.engine.agree import (
     StepProposal,
     agree,
 )
+from moe_runtime.engine.balancing.wire import ReloadAnswer
 from moe_runtime.engine.collectives import Collective, CollectiveTrace
 from moe_runtime.engine.messages import Abort, Hello, Refused, StepTokens, Submit, ToFrontend
 from moe_runtime.engine.rank import RankEngine
@@ -56,7 +57,7 @@ class Files:
 
 @dataclass
 class Driven:
-    """One rank. `tokens` by request id, `refused` reasons by request id, `collectives` in order."""
+    """One rank. `tokens` and reasons of `refused` by request id, `collectives` and `reloads` in order."""
 
     rank: Rank
     engine: RankEngine
@@ -70,12 +71,17 @@ class Driven:
     decisions: list[StepDecision] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
+    reloads: list[str] = field(default_factory=list)
 
     def submit(self, number: int, prompt: list[int], max_tokens: int) -> None:
         """LOCAL: a request for this rank, greedy."""
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=0)
         request = Request(id=number, prompt=prompt, sampling=sampling)
         self._outbox.send(self._address, Submit(request=request, handoff=False))
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """LOCAL: what a frontend says to this rank."""
+        self._outbox.send(self._address, message)
 
     def abort(self, number: int) -> None:
         """LOCAL: drop a request."""
@@ -94,6 +100,8 @@ class Driven:
                             self.finished[token.request] = token.finish_reason
                 case Refused(request=request, reason=reason):
                     self.refused[request] = reason
+                case ReloadAnswer(state=state):
+                    self.reloads.append(state)
 
     def close(self) -> None:
         self.engine.close()

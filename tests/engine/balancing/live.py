@@ -93,7 +93,7 @@ def moves(current: Placement, target: Placement) -> np.ndarray:
     return np.stack([plan.layer_M, plan.slot_M, plan.source_M])
 
 
-def checksums(driven: Driven) -> list[dict[int, str]]:
+def checksums(driven: Driven, name: str = "truth") -> list[dict[int, str]]:
     """COLLECTIVE: of every expert's tensors, per layer, as the ranks have loaded them."""
     mover = balancing_of(driven).mover
     mine = [
@@ -104,7 +104,7 @@ def checksums(driven: Driven) -> list[dict[int, str]]:
         }
         for layer in range(mover.placement.num_layers)
     ]
-    texts = Files(driven.rank, "truth").gather("checksums", msgspec.json.encode(mine).decode())
+    texts = Files(driven.rank, name).gather("checksums", msgspec.json.encode(mine).decode())
     parts = [msgspec.json.decode(text, type=list[dict[int, str]]) for text in texts]
     return [{e: c for part in parts for e, c in part[layer].items()} for layer in range(len(mine))]
 

@@ -1,8 +1,10 @@
-"""Faults while two real ranks serve: a copy that dies, one that hangs, a solver that stops.
+"""Faults while two real ranks serve: a copy that dies, one that hangs, a solver that stops, a window of NaN.
 
 Every time serving goes on with the old placement, tokens stay, somebody says so, and the next attempt works.
+At the end, with experts wherever all that has left them, the weights of another checkpoint take their place.
 """
 
+import logging
 import os
 import signal
 import time
@@ -14,14 +16,15 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.engine.balancing.wire import BalancingStatus
+from moe_runtime.checkpoint.make import make_checkpoint
+from moe_runtime.engine.balancing.wire import BalancingStatus, FinishReload, Reload
 from tests.engine.balancing.live import Forced, balancing_of, checksums, moves, prompts, rearranged
 from tests.engine.balancing.test_live import make_plan
 from tests.engine.instance import Driven, Files, never_park, run_requests, start
 from tests.expert_parallel.world import Rank, run_world
 
 pytestmark = pytest.mark.multiproc
-TIMEOUT, TOKENS, INTERVAL = 1.5, 24, 64
+TIMEOUT, TOKENS, INTERVAL, NEVER = 1.5, 24, 64, 1 << 40
 
 
 class Found(NamedTuple):
@@ -29,6 +32,10 @@ class Found(NamedTuple):
     wrong: list[str]
     statuses: list[BalancingStatus]
     addresses: list[list[int]]
+    warnings: list[str]
+    reloads: list[str]
+    reloaded: dict[int, list]
+    fresh: dict[int, list]
 
 
 def status(driven: Driven) -> BalancingStatus:
@@ -36,17 +43,21 @@ def status(driven: Driven) -> BalancingStatus:
 
 
 @torch.inference_mode()
-def settle(driven: Driven, name: str, seconds: float = 20.0) -> None:
-    """COLLECTIVE: step until no rank has anything to move, all ranks equally often."""
+def settle(driven: Driven, name: str, over: Callable[[], bool] | None = None, seconds: float = 20.0) -> None:
+    """COLLECTIVE: step until it is over on all ranks, equally often; by default, until nothing is to move."""
     files, deadline = Files(driven.rank, name), time.monotonic() + seconds
+
+    def at_rest() -> bool:
+        return not balancing_of(driven).busy and balancing_of(driven).mover.courier.idle
+
     for turn in range(10_000):
         for _ in range(20):
             driven.engine.desk.receive()
             driven.engine.step()
-        at_rest = not balancing_of(driven).busy and balancing_of(driven).mover.courier.idle
-        if set(files.gather(f"rest{turn}", str(at_rest))) == {"True"}:
+            driven.collect()
+        if set(files.gather(f"rest{turn}", str((over or at_rest)()))) == {"True"}:
             return
-        assert time.monotonic() < deadline, f"{name}: experts are still on the move"
+        assert time.monotonic() < deadline, f"{name}: not over"
 
 
 def until(driven: Driven, condition: Callable[[], bool]) -> None:
@@ -75,9 +86,28 @@ def addresses(driven: Driven) -> list[int]:
     return [*tensors, *(t.data_ptr() for t in tables), *(s.marks.ctypes.data for s in mover.staging)]
 
 
+def keep_warnings() -> list[str]:
+    """LOCAL: what is said about balancing from now on."""
+    said: list[str] = []
+    handler = logging.Handler()
+    setattr(handler, "emit", lambda record: said.append(record.getMessage()))  # noqa: B010
+    logging.getLogger("moe_runtime.balancing").addHandler(handler)
+    return said
+
+
 @torch.inference_mode()
-def serve_with_faults(rank: Rank, plan: Path) -> Found:
-    driven = start(rank, plan)
+def reload(driven: Driven, path: Path) -> None:
+    """COLLECTIVE: go over to other weights, asked while experts begin to move."""
+    rebalance(driven, 9)
+    driven.tell(Reload(frontend=0, version=1 << 60, path=str(path)))
+    settle(driven, "staged", lambda: driven.reloads == ["staged"])
+    driven.tell(FinishReload(version=1 << 60, commit=True))
+    settle(driven, "reloaded", lambda: driven.reloads[1:] == ["in use"])
+
+
+@torch.inference_mode()
+def serve_with_faults(rank: Rank, plan: Path, other: Path) -> Found:
+    driven, warnings = start(rank, plan), keep_warnings()
     never_park(driven)
     driven.engine.warm_up()
     forced = Forced(driven, checksums(driven))
@@ -132,14 +162,29 @@ def serve_with_faults(rank: Rank, plan: Path) -> Found:
     tokens.append(run_requests(driven, requests).tokens)
     settle(driven, "end")
     statuses.append(status(driven))
+    if faulty:
+        balancing.meter._seconds = np.nan  # until this window ends
+    tokens.append(run_requests(driven, requests).tokens)
+    balancing.meter.interval_tokens = NEVER
+    settle(driven, "nan")
+
+    forced.truth, before = [], balancing.epoch
+    reload(driven, other)
+    assert balancing.epoch > before  # the rebalance came first
+    fresh = start(rank, plan, [f"model.path={other}"], name="fresh")
+    forced.truth = checksums(fresh, "fresh truth")
+    reloaded, expected = (run_requests(d, requests).tokens for d in (driven, fresh))
+    end = addresses(driven)
+    fresh.close()
     driven.close()
-    return Found(tokens, forced.wrong, statuses, [begin, addresses(driven)])
+    return Found(tokens, forced.wrong, statuses, [begin, end], warnings, driven.reloads, reloaded, expected)
 
 
 def test_serving_goes_on_and_the_next_rebalance_works(tmp_path):
-    balancing = {"enabled": True, "interval_tokens": 1 << 40, "timeout_s": TIMEOUT}
-    plan = make_plan(tmp_path, "qwen3_moe", 2, balancing=balancing)
-    results = run_world(tmp_path / "world", 2, serve_with_faults, plan)
+    balancing = {"enabled": True, "interval_tokens": NEVER, "timeout_s": TIMEOUT}
+    plan, other = make_plan(tmp_path, "qwen3_moe", 2, balancing=balancing), tmp_path / "other"
+    make_checkpoint(other, family="qwen3_moe", size="tiny", seed=1)
+    results = run_world(tmp_path / "world", 2, serve_with_faults, plan, other)
     for found in results:
         assert found.wrong == []
         for tokens in found.tokens[1:]:
@@ -151,6 +196,9 @@ def test_serving_goes_on_and_the_next_rebalance_works(tmp_path):
         assert stopped.epoch == works.epoch
         assert end.aborted == 2
         assert found.addresses[0] == found.addresses[1]  # nothing was allocated anew
+        assert found.reloads == ["staged", "in use"]
+        assert found.reloaded == found.fresh != found.tokens[0]
+    assert any("nan" in said for said in results[0].warnings), results[0].warnings
     assert [found.statuses[3].stalled for found in results] == [True, False]
     assert not results[0].statuses[4].stalled
     assert results[0].statuses[4].epoch > results[0].statuses[3].epoch  # the solver's own target
