@@ -11,13 +11,15 @@ changes but contexts are taken at once. What a Scheduler keeps in a running sequ
 At depth 1 a turn settles the step before the one it counts, at depth 0 the same.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits, TokenEvent
-from moe_runtime.scheduler.sequences import Sequence, State
+from moe_runtime.scheduler.sequences import Sequence, SequenceTable, State
 
 Rows = NDArray[np.intp]
 
@@ -44,8 +46,36 @@ class Counted:
     stamps: NDArray[np.int64]
 
 
+class CountedTable(SequenceTable):
+    """Knows its decode rows until something changes them."""
+
+    def __init__(self, rows: int, max_blocks: int) -> None:
+        super().__init__(rows, max_blocks)
+        self._decoding: Rows | None = None
+
+    def decode_rows(self) -> Rows:
+        if self._decoding is None:
+            self._decoding = super().decode_rows()
+        return self._decoding
+
+    def changed(self) -> None:
+        """Other rows decode now, or some have ended."""
+        self._decoding = None
+
+    def enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
+        super().enter(sequence, row, blocks, computed)
+        self.changed()
+
+    def leave(self, row: int) -> NDArray[np.int32]:
+        self.changed()
+        return super().leave(row)
+
+
 class CountedScheduler(Scheduler):
     """`depth` is the plan's pipeline depth, 0 or 1."""
+
+    table_type = CountedTable
+    table: CountedTable
 
     def __init__(self, limits: SchedulerLimits, *, depth: int) -> None:
         super().__init__(limits)
@@ -56,6 +86,14 @@ class CountedScheduler(Scheduler):
         self._keep_at = np.zeros(rows, np.int64)
         self._hands_off = np.zeros(rows, bool)
         self._gone: dict[int, Sequence] = {}
+
+    def pulled(self, sequence: Sequence, *, ok: bool) -> None:
+        super().pulled(sequence, ok=ok)
+        self.table.changed()
+
+    def forget_kv(self) -> None:
+        super().forget_kv()
+        self.table.changed()
 
     # -- one step -----------------------------------------------------------------------------
 
@@ -78,6 +116,7 @@ class CountedScheduler(Scheduler):
         rows = np.concatenate([decode, np.array(complete, np.intp)]) if complete else decode
         table.num_tokens[rows] += 1
         self._pending[rows] += 1
+        table.changed()
         self._built(chunks)
         return Counted(
             decode_rows=len(decode),
@@ -152,8 +191,8 @@ class CountedScheduler(Scheduler):
         """
         table, pool = self.table, self.pool
         rows = table.decode_rows()
-        for _, complete, _, _, row in self._pool_events(rows, steps):
-            if complete:
+        for _, kept, _, _, row, complete in self._pool_events(rows, steps):
+            if kept:
                 sequence = table.sequences[row]
                 assert sequence is not None
                 self._keep_complete(sequence, complete)
@@ -162,6 +201,7 @@ class CountedScheduler(Scheduler):
         table.num_tokens[rows] += steps
         table.num_computed[rows] += steps
         self._pending[rows] = self.depth
+        table.changed()
         self.step += steps
         return Counted(
             decode_rows=len(rows),
@@ -198,8 +238,8 @@ class CountedScheduler(Scheduler):
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _pool_events(self, rows: Rows, steps: int) -> list[tuple[int, int, int, int, int]]:
-        """What touches the pool in `steps` turns, in its order: (turn, tokens complete or 0, urgency, row).
+    def _pool_events(self, rows: Rows, steps: int) -> list[tuple[int, ...]]:
+        """What touches the pool in `steps` turns, in its order: (turn, kept?, urgency, arrival, row, tokens).
 
         In a turn blocks are given first, the most urgent row first; then complete units are kept. At depth 1
         a row that has nothing in flight settles its first sample a turn later than the others.
@@ -210,20 +250,24 @@ class CountedScheduler(Scheduler):
         lag = (self._pending[rows] == 0).astype(np.int32) * self.depth
         done = np.maximum(self._keep_at[rows] - computed - 1, lag)
         events = []
-        for at in np.flatnonzero(first < steps).tolist():
-            row = int(rows[at])
-            key = int(table.urgency[row]), int(table.arrival[row])
-            events += [(turn, 0, *key, row) for turn in range(int(first[at]), steps, size)]
-        for at in np.flatnonzero(done < steps).tolist():
-            row = int(rows[at])
-            key = int(table.urgency[row]), int(table.arrival[row])
-            begin = int(computed[at]) + 1
-            for tokens in range(int(self._keep_at[row]), begin + steps, unit):
-                turn = max(tokens - begin, int(lag[at]))
+        near = np.flatnonzero(first < steps)
+        for row, *key, turn in self._ordered(rows[near], first[near]):
+            events += [(t, False, *key, row, 0) for t in range(turn, steps, size)]
+        near = np.flatnonzero(done < steps)
+        for row, *key, keep_at, begin, least in self._ordered(
+            rows[near], self._keep_at[rows[near]], computed[near] + 1, lag[near]
+        ):
+            for tokens in range(keep_at, begin + steps, unit):
+                turn = max(tokens - begin, least)
                 if turn < steps:
-                    events.append((turn, begin + turn, *key, row))
-        events.sort(key=_in_turn)
+                    events.append((turn, True, *key, row, begin + turn))
+        events.sort()
         return events
+
+    def _ordered(self, rows: Rows, *values: NDArray[Any]) -> Iterator[tuple[int, ...]]:
+        """(row, urgency, arrival, values...) of each row, in plain numbers."""
+        columns = (rows, self.table.urgency[rows], self.table.arrival[rows], *values)
+        return zip(*(column.tolist() for column in columns), strict=True)
 
     def _first_needs(self, rows: Rows) -> NDArray[np.int32]:
         """Turns before the one in which each decode row needs another block."""
@@ -286,8 +330,3 @@ class CountedScheduler(Scheduler):
         sequence.num_known = complete
         self.prefix.keep(sequence, self.table.blocks[row], complete)
         self._keep_at[row] = sequence.keep_at
-
-
-def _in_turn(event: tuple[int, int, int, int, int]) -> tuple[int, bool, int, int]:
-    turn, complete, urgency, arrival, _ = event
-    return turn, complete > 0, urgency, arrival

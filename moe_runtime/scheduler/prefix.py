@@ -35,6 +35,7 @@ class PrefixCache:
         self._pool = pool
         self.unit_tokens = unit_tokens
         self._blocks_per_unit = unit_tokens // block_tokens
+        self._suffixes = [i.to_bytes(4, "little") for i in range(self._blocks_per_unit)]
         self._model = hashlib.blake2b(model.encode(), digest_size=32).digest()
 
     def find(self, sequence: Sequence) -> list[int]:
@@ -73,7 +74,7 @@ class PrefixCache:
         for unit in range(have, units):
             tokens = sequence.tokens[unit * self.unit_tokens : (unit + 1) * self.unit_tokens]
             chain = self._hash(chain + tokens.tobytes())
-            sequence.block_keys.extend(chain + i.to_bytes(4, "little") for i in range(self._blocks_per_unit))
+            sequence.block_keys += [chain + suffix for suffix in self._suffixes]
         sequence.prefix_hash = chain
 
     def _hash(self, data: bytes) -> bytes:

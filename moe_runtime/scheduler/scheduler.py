@@ -85,11 +85,13 @@ class TokenEvent:
 class Scheduler:
     """Owns the waiting queue, the table of running sequences and the block pool of one rank."""
 
+    table_type = SequenceTable
+
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
         longest = min(limits.max_positions, limits.num_blocks * limits.block_tokens)
-        self.table = SequenceTable(limits.max_sequences, self.blocks_for(longest))
+        self.table = self.table_type(limits.max_sequences, self.blocks_for(longest))
         self.rows = RowBuilder(self.table, limits.block_tokens)
         self.prefix = PrefixCache(
             self.pool,

@@ -5,6 +5,7 @@ Owns when turns and steps happen. At depth 1 the turn of a step is held when the
 its samples are settled when it ends. What the samples mean to clients is the desk's to know.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import numpy as np
 from moe_runtime.engine.agree import (
     NO_OFFER,
     AgreeLimits,
+    MoveOffer,
     MoveOrder,
     StepDecision,
     StepKind,
@@ -36,6 +38,7 @@ from moe_runtime.virtual.cluster.times import StepTimes, lengthened, slowed
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape
 
 Message = Callable[[int], None]
+KNOWN = 4096  # proposals kept for ranks with the same rows
 
 
 class Desk(Protocol):
@@ -86,6 +89,8 @@ class Instance:
     _proposals: list[StepProposal] = field(default_factory=list)
     _decision: StepDecision | None = None
     _alive: tuple[bool, ...] = ()
+    _common: tuple[int, int, int, int, MoveOffer] = (0, 0, 0, 0, NO_OFFER)
+    _known: dict[tuple[int, int], StepProposal] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._alive = (True,) * len(self.ranks)
@@ -167,34 +172,40 @@ class Instance:
             self._moving = Moving(self._rebalances.popleft())
         ranks = self.ranks
         in_flight = int(self._ends[-1] > now)
-        offer = self._moving.offer(now) if self._moving else NO_OFFER
-        gain = self.overlap.microseconds(self.times, ranks)
-        chunks: dict[int, int | None] = {}
-        known: dict[tuple[int, int], StepProposal] = {}
-        proposals = []
-        for decode, prefill in zip(ranks.decode_R.tolist(), ranks.prefill_R.tolist(), strict=True):
-            proposal = known.get((decode, prefill))
-            if proposal is None:
-                if self.budget is not None and decode not in chunks:
-                    chunks[decode] = self.budget.rows(decode)
-                proposal = known[decode, prefill] = StepProposal(
-                    decode_tokens=decode,
-                    prefill_tokens=prefill,
-                    in_flight=in_flight,
-                    stop=False,
-                    placement_epoch=self._epoch,
-                    membership_epoch=0,
-                    alive=self._alive,
-                    overlap_gain=gain,
-                    chunk_tokens=chunks.get(decode),
-                    held_steps=self._held_steps,
-                    move=offer,
-                )
-            proposals.append(proposal)
+        common = (
+            in_flight,
+            self._epoch,
+            self.overlap.microseconds(self.times, ranks),
+            self._held_steps,
+            self._moving.offer(now) if self._moving else NO_OFFER,
+        )
+        if self.budget is not None or common != self._common or len(self._known) > KNOWN:
+            self._common = common
+            self._known.clear()
+        pairs = zip(ranks.decode_R.tolist(), ranks.prefill_R.tolist(), strict=True)
+        proposals = [self._known.get(pair) or self._propose(*pair) for pair in pairs]
         if self._decision is None or proposals != self._proposals:
             self._decision, self._proposals = agree(proposals, self.limits), proposals
         self._held_steps = self._held_steps + 1 if self._decision.held else 0
         return self._decision
+
+    def _propose(self, decode: int, prefill: int) -> StepProposal:
+        """What a rank with such rows proposes in this turn."""
+        in_flight, epoch, gain, held, offer = self._common
+        self._known[decode, prefill] = proposal = StepProposal(
+            decode_tokens=decode,
+            prefill_tokens=prefill,
+            in_flight=in_flight,
+            stop=False,
+            placement_epoch=epoch,
+            membership_epoch=0,
+            alive=self._alive,
+            overlap_gain=gain,
+            chunk_tokens=None if self.budget is None else self.budget.rows(decode),
+            held_steps=held,
+            move=offer,
+        )
+        return proposal
 
     def _move(self, order: MoveOrder, now: float) -> float:
         """Follow the order about moving experts; seconds that the step takes longer for it."""
@@ -248,14 +259,16 @@ class Instance:
         self, shape: StepShape, turns: int, begin: float, factor: float
     ) -> tuple[int, float, StepCost]:
         """How many of `turns` steps begin before anything else happens; when the last does; their cost."""
-        first = slowed(self.times.cost(shape, 1), factor)
+        first = slowed(self.times.step(shape), factor)
         until = self.outside()
         if until is not None and turns > 1:
-            turns = min(turns, max(1, int(np.ceil((until - begin) / first.seconds))))
+            # Contexts grow, so no step is shorter than the first.
+            turns = min(turns, math.ceil((until - begin) / first.seconds))
         while turns > 1:
-            before = slowed(self.times.cost(shape, turns - 1), factor)
-            if until is None or begin + before.seconds < until:
-                return turns, before.seconds, slowed(self.times.cost(shape, turns), factor)
+            cost, last = self.times.run(shape, turns)
+            before = (cost.seconds - last.seconds) * factor
+            if until is None or begin + before < until:
+                return turns, before, slowed(cost, factor)
             turns -= 1
         return 1, 0.0, first
 

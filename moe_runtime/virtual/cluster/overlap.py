@@ -60,7 +60,7 @@ class OverlapGain:
             mode=decision.dispatch_mode,
             micro_batches=micro_batches,
         )
-        return times.cost(shape, 1).seconds
+        return times.step(shape).seconds
 
     def _decide(self, most: tuple[int, int], *, split: bool) -> StepDecision:
         """What would be agreed if the fullest rank were all, and two micro-batches paid or did not."""

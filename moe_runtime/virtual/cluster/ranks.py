@@ -166,17 +166,20 @@ class Ranks:
         r.fresh.clear()
         r.plain = horizon > 0
         self.used_R[rank] = scheduler.pool.total - scheduler.pool.num_free
-        self._needs_BR[:, rank] = 0
         if r.plain:
             self.decode_R[rank], self.context_R[rank] = scheduler.decode_load()
             self.prefill_R[rank] = 0
             needs_B, taken = scheduler.block_needs()
-            self._needs_BR[:, rank] = np.roll(needs_B, step % self._size)
+            at = step % self._size
+            self._needs_BR[at:, rank] = needs_B[: self._size - at]
+            self._needs_BR[:at, rank] = needs_B[self._size - at :]
             self.used_R[rank] -= taken
             self._due_R[rank] = step + horizon
             if flight is not None:
                 del self._flights[step - 1][rank]
-        elif self.decode_R[rank] or self.prefill_R[rank]:
+            return
+        self._needs_BR[:, rank] = 0
+        if self.decode_R[rank] or self.prefill_R[rank]:
             _, self.context_R[rank] = scheduler.decode_load()
             self._full.append(rank)
         else:

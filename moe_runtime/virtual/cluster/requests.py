@@ -65,6 +65,8 @@ class Tokens:
         start, stop, _ = key.indices(self._length)
         if stop <= start:
             return np.zeros(0, np.int32)
+        if start >= self._prompt:
+            return np.zeros(stop - start, np.int32)
         if stop <= self._prompt:
             first = self._id_at(start)
             if first == self._id_at(stop - 1):

@@ -8,15 +8,19 @@ from typing import Protocol
 import numpy as np
 
 from moe_runtime.virtual.cost.model import CostModel
-from moe_runtime.virtual.cost.run import run_cost
+from moe_runtime.virtual.cost.run import grown, sum_steps
 from moe_runtime.virtual.cost.shapes import BOUNDS, PARTS, StepCost, StepShape
 
 
 class StepTimes(Protocol):
     """How long steps of one instance take."""
 
-    def cost(self, shape: StepShape, steps: int) -> StepCost:
-        """The sum of `steps` steps from `shape` on; each adds a token to the context of all that decode."""
+    def step(self, shape: StepShape) -> StepCost:
+        """One step."""
+        ...
+
+    def run(self, shape: StepShape, steps: int) -> tuple[StepCost, StepCost]:
+        """`steps` steps from `shape` on, each adding a token to every decoding context; and the last."""
         ...
 
 
@@ -26,8 +30,18 @@ class ModelTimes:
     def __init__(self, model: CostModel) -> None:
         self._model = model
 
-    def cost(self, shape: StepShape, steps: int) -> StepCost:
-        return run_cost(self._model, shape, steps)
+    def step(self, shape: StepShape) -> StepCost:
+        return self._model.step(shape)
+
+    def run(self, shape: StepShape, steps: int) -> tuple[StepCost, StepCost]:
+        known: dict[int, StepCost] = {}
+
+        def at(step: int) -> StepCost:
+            if step not in known:
+                known[step] = self._model.step(grown(shape, step))
+            return known[step]
+
+        return sum_steps(at, steps), at(steps - 1)
 
 
 class MeasuredTimes:
@@ -46,13 +60,17 @@ class MeasuredTimes:
         self._rows = np.array(list(self._seconds))
         self._values = np.array(list(self._seconds.values()))
 
-    def cost(self, shape: StepShape, steps: int) -> StepCost:
+    def step(self, shape: StepShape) -> StepCost:
         rows = int(shape.decode_sequences_R.max()), int(shape.prefill_tokens_R.max())
         seconds = self._seconds.get(rows)
         if seconds is None:
             distance = np.abs(self._rows - rows).sum(axis=1)
             seconds = float(self._values[distance == distance.min()].mean())
-        return plain_cost(seconds * steps)
+        return plain_cost(seconds)
+
+    def run(self, shape: StepShape, steps: int) -> tuple[StepCost, StepCost]:
+        one = self.step(shape)
+        return one.times(steps), one
 
 
 def plain_cost(seconds: float) -> StepCost:

@@ -15,11 +15,18 @@ LINEAR = 1e-6  # relative distance of the middle from the straight line that is 
 
 def run_cost(model: CostModel, shape: StepShape, steps: int, *, accepted: float = 1.0) -> StepCost:
     """The sum of `steps` >= 1 steps from `shape` on; each adds `accepted` tokens a sequence."""
+    return sum_steps(lambda step: model.step(grown(shape, accepted * step)), steps)
 
-    def at(step: int) -> StepCost:
-        grown = shape.decode_context_R + shape.decode_sequences_R * (accepted * step)
-        return model.step(replace(shape, decode_context_R=grown))
 
+def grown(shape: StepShape, tokens: float) -> StepShape:
+    """The same rows with contexts longer by `tokens` a sequence."""
+    if not tokens:
+        return shape
+    return replace(shape, decode_context_R=shape.decode_context_R + shape.decode_sequences_R * tokens)
+
+
+def sum_steps(at: Callable[[int], StepCost], steps: int) -> StepCost:
+    """The sum of steps 0 to `steps` - 1; `at` costs one of them, and is asked for both ends and some between."""
     first = at(0)
     if steps == 1:
         return first

@@ -44,8 +44,12 @@ def plan(
 class ExactTimes:
     """Multiples of a power of two: many steps at once take what single ones do, to the last bit."""
 
-    def cost(self, shape: StepShape, steps: int) -> StepCost:
-        return plain_cost(sum(_ticks(shape, step) for step in range(steps)) * TICK)
+    def step(self, shape: StepShape) -> StepCost:
+        return plain_cost(_ticks(shape, 0) * TICK)
+
+    def run(self, shape: StepShape, steps: int) -> tuple[StepCost, StepCost]:
+        ticks = [_ticks(shape, step) for step in range(steps)]
+        return plain_cost(sum(ticks) * TICK), plain_cost(ticks[-1] * TICK)
 
 
 def _ticks(shape: StepShape, step: int) -> int:
