@@ -17,7 +17,6 @@ from safetensors.numpy import load_file, save_file
 
 from moe_runtime.checkpoint.make import make_checkpoint
 from moe_runtime.frontend.experts import Experts
-from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.server.experts_admin import add_experts_admin
 from moe_runtime.launch.preflight import preflight
@@ -25,7 +24,7 @@ from moe_runtime.launch.reload import require_replacement
 from moe_runtime.scheduler.scheduler import Scheduler
 from tests.engine.in_process import InProcess, ranks, running
 
-TOKENS = 60
+TOKENS, ENDLESS = 8, 400
 PROMPTS = [np.random.default_rng(seed).integers(8, 512, 20).tolist() for seed in range(3)]
 # Bit for bit the same whatever else is in a batch, so that tokens can be compared.
 SURE: dict[str, Any] = {"deterministic": True, "scheduler": {"pipeline_depth": 1}}
@@ -94,16 +93,21 @@ def test_running_requests_go_on_with_the_new_weights(tmp_path, monkeypatch, name
         for folder in unfit:
             answer = await client.post("/admin/reload", json={"path": str(folder)})
             refused.append((answer.status_code, answer.json()["error"]["message"]))
-        again = [launch.submit(prompt, TOKENS) for prompt in PROMPTS]
-        await launch.until(lambda: all(len(live.token_ids) > 3 for live in again), 20, "all decode")
+        lives = [launch.submit(prompt, ENDLESS) for prompt in PROMPTS]
+        await launch.until(lambda: all(len(live.token_ids) > 3 for live in lives), 20, "all decode")
         asked = asyncio.create_task(client.post("/admin/reload", json={"path": str(new)}))
         while not asked.done():
             await launch.submit(PROMPTS[0][:9], 3).done.wait()
         answer = await asked
         assert answer.status_code == 200, answer.text
         assert answer.json()["status"] == "reloaded"
-        await asyncio.gather(*(live.done.wait() for live in again))
-        return Found(still, refused, again, await generate(launch, [(prompt, 8) for prompt in PROMPTS]))
+        after = await generate(launch, [(prompt, TOKENS) for prompt in PROMPTS])
+        at = [max(s[live.request.id] for s in swaps if live.request.id in s) for live in lives]
+        both = list(zip(lives, at, strict=True))
+        await launch.until(lambda: all(len(v.token_ids) >= k + TOKENS for v, k in both), 20, "new tokens")
+        for live in lives:
+            launch.fleet.abort(live)
+        return Found(still, refused, [(v.token_ids[:k], v.token_ids[k:][:TOKENS]) for v, k in both], after)
 
     found: Found = serve(tmp_path / "reloaded", old, DEPLOYMENTS[name], work)
     assert [code for code, _ in found.refused] == [400, 400, 400, 409]
@@ -112,25 +116,24 @@ def test_running_requests_go_on_with_the_new_weights(tmp_path, monkeypatch, name
     ):
         assert what in message
     assert len(swaps) == len(DEPLOYMENTS[name])
-    # Tokens that each had when the instance that decodes changed its weights.
-    at = [max(s[live.request.id] for s in swaps if live.request.id in s) for live in found.again]
-    assert all(3 < k < TOKENS for k in at)
-    cut = [(p + live.token_ids[:k], TOKENS - k) for p, live, k in zip(PROMPTS, found.again, at, strict=True)]
+    asked = [p + begun for p, (begun, _) in zip(PROMPTS, found.running, strict=True)]
 
     async def ask(launch: InProcess, _: object) -> list[list[int]]:
-        return await generate(launch, cut + [(prompt, 8) for prompt in PROMPTS])
+        return await generate(launch, [(prompt, TOKENS) for prompt in asked + PROMPTS])
 
     fresh = serve(tmp_path / "fresh", new, DEPLOYMENTS[name], ask)
-    for live, k, still, rest in zip(found.again, at, found.still, fresh[: len(cut)], strict=True):
-        assert live.token_ids == still[:k] + rest
-        assert rest != still[k:]
-    assert found.after == fresh[len(cut) :]
+    assert [rest for _, rest in found.running] + found.after == fresh
+    for still, (begun, _), after in zip(found.still, found.running, found.after, strict=True):
+        assert begun[: len(still)] == still[: len(begun)]
+        assert after != still
 
 
 class Found(NamedTuple):
+    """`running`: tokens before and after the instance that decodes has changed its weights."""
+
     still: list[list[int]]
     refused: list[tuple[int, str]]
-    again: list[Live]
+    running: list[tuple[list[int], list[int]]]
     after: list[list[int]]
 
 
