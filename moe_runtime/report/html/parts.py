@@ -24,7 +24,7 @@ def run_heading(run: Run, runs: Sequence[Run]) -> Html:
 
 
 def role_heading(role: str) -> Html:
-    return el("h3", el("bdi", role, data_name="role"))
+    return el("h3", el("bdi", role, data_name="role"), class_="role")
 
 
 def of_run(run: Run, runs: Sequence[Run], what: str) -> Html:

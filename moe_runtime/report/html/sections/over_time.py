@@ -6,7 +6,7 @@ from moe_runtime.report.html.axes import panel
 from moe_runtime.report.html.figures import Format, Run, number, percent
 from moe_runtime.report.html.lines import Track, track_chart
 from moe_runtime.report.html.markup import Html, el, join
-from moe_runtime.report.html.parts import color, of_run, section
+from moe_runtime.report.html.parts import color, of_run, role_heading, section
 from moe_runtime.report.html.tables import fold, name, table
 from moe_runtime.report.schema import Deployment
 
@@ -35,7 +35,7 @@ def over_time(runs: Sequence[Run]) -> Html:
 
 
 def _role(run: Run, d: Deployment, runs: Sequence[Run]) -> list[Html]:
-    head = el("h3", of_run(run, runs, d.name))
+    head = role_heading(d.name) if len(runs) == 1 else el("h3", of_run(run, runs, d.name))
     if d.timeline is None:
         return [head, el("p", "n/a: ", run.reason("deployments", d.name, "timeline"), class_="dim")]
     shown = [c for c in _COLUMNS if any(getattr(d.timeline, c))]

@@ -7,7 +7,7 @@ from moe_runtime.report.html.axes import legend, panel
 from moe_runtime.report.html.bars import stacked_bar
 from moe_runtime.report.html.figures import Format, Key, Run, milliseconds, number, percent
 from moe_runtime.report.html.markup import Html, el, join
-from moe_runtime.report.html.parts import color, of_run, role_heading, role_names, role_of, section
+from moe_runtime.report.html.parts import color, of_run, role_names, role_of, section
 from moe_runtime.report.html.tables import fold, name, table
 from moe_runtime.report.schema import Deployment
 
@@ -53,8 +53,17 @@ _CUTS = (
 
 def time_use(runs: Sequence[Run]) -> Html | None:
     colors = _colors(runs)
-    parts = [part for role in role_names(runs) for part in _role(role, runs, colors)]
-    return section("attribution", "Where time goes", join(parts)) if parts else None
+    shown = [(run, d) for role in role_names(runs) for run in runs if (d := role_of(run, role)) is not None]
+    charts = [
+        _chart(run, d, cut, of_run(run, runs, f"{d.name}: {cut.title}"), colors)
+        for cut in _CUTS
+        for run, d in shown
+        if _entries(run, d, cut)
+    ]
+    if not charts:
+        return None
+    lines = [line for run, d in shown for line in _roofline(run, d, runs)]
+    return section("attribution", "Where time goes", el("div", *charts, class_="panels two"), *lines)
 
 
 def _entries(run: Run, d: Deployment, cut: _Cut) -> Sequence[dict[str, str | float]]:
@@ -71,20 +80,6 @@ def _colors(runs: Sequence[Run]) -> dict[str, str]:
         for entry in _entries(run, d, cut)
     )
     return {name: color(i) for i, name in enumerate(names)}
-
-
-def _role(role: str, runs: Sequence[Run], colors: dict[str, str]) -> list[Html]:
-    shown = [(run, d) for run in runs if (d := role_of(run, role)) is not None]
-    charts = [
-        _chart(run, d, cut, of_run(run, runs, cut.title), colors)
-        for cut in _CUTS
-        for run, d in shown
-        if _entries(run, d, cut)
-    ]
-    if not charts:
-        return []
-    lines = [line for run, d in shown for line in _roofline(run, d, runs)]
-    return [role_heading(role), el("div", *charts, class_="panels two"), *lines]
 
 
 def _chart(run: Run, d: Deployment, cut: _Cut, title: Html, colors: dict[str, str]) -> Html:
@@ -114,5 +109,5 @@ def _roofline(run: Run, d: Deployment, runs: Sequence[Run]) -> list[Html]:
     if d.attribution is None or d.attribution.total.roofline is None:
         return []
     figure = run.figure("deployments", d.name, "attribution", "total", "roofline", form=percent)
-    what = of_run(run, runs, "steps ran at ")
+    what = of_run(run, runs, f"{d.name} steps ran at ")
     return [el("p", what, figure, " of the roofline: their ideal time over the time they took.")]
