@@ -21,6 +21,9 @@ SPLIT = {
 }
 
 
+TIGHT: dict[str, dict] = {"kv_cache": {"blocks": 30, "block_tokens": 16}}
+
+
 def unified(ep: int = 1, **sections: object) -> dict:
     return {"unified": {"expert_parallel": ep, **sections}}
 
@@ -56,91 +59,60 @@ def compare(references: list[Reference], generated: Generated) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_unified(tmp_path, checkpoints, references, family, ep):
-    compare(references[family], generate(tmp_path, checkpoints, family, unified(ep)))
+def test_two_ranks(tmp_path, checkpoints, references, family):
+    """32 at once: every prompt twice; both copies give the reference's tokens."""
+    arguments, out, logits = files(tmp_path, checkpoints, family, unified(2))
+    write_prompts(tmp_path / "prompts.jsonl", prompts(family) * 2, MAX_TOKENS)
+    done = moe(*arguments, "--set", "deployments.unified.scheduler.max_sequences=32")
+    assert done.code == 0, done.err
+    compare(references[family] * 2, read_generated(out, logits))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_split_prefill_and_decode(tmp_path, checkpoints, references, family):
-    compare(references[family], generate(tmp_path, checkpoints, family, SPLIT))
+@pytest.mark.parametrize(("family", "nodes"), [("deepseek_v3", 2), ("qwen3_moe", 1)])
+def test_four_ranks(tmp_path, checkpoints, references, family, nodes):
+    """Ranks of different nodes agree through the tree of leaders; on one host, that is loopback."""
+    arguments, out, logits = files(tmp_path, checkpoints, family, unified(4))
+    done = moe(*arguments, "--set", f"cluster.nodes={nodes}")
+    assert done.code == 0, done.err
+    compare(references[family], read_generated(out, logits))
+
+
+def test_split_prefill_and_decode(tmp_path, checkpoints, references):
+    compare(references["deepseek_v3"], generate(tmp_path, checkpoints, "deepseek_v3", SPLIT))
+
+
+MPIRUN = [BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n"]
 
 
 @pytest.mark.parametrize(
-    "launcher",
+    ("launcher", "decode_ranks", "family"),
     [
-        [BIN / "torchrun", "--standalone", "--nproc-per-node", 6, "-m", "moe_runtime"],
-        [
-            BIN / "mpirun",
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "-n",
-            6,
-            sys.executable,
-            "-m",
-            "moe_runtime",
-        ],
+        ([BIN / "torchrun", "--standalone", "--nproc-per-node", 6], 4, "qwen3_moe"),
+        ([*MPIRUN, 4, sys.executable], 2, "deepseek_v3"),
     ],
     ids=["torchrun", "mpirun"],
 )
-def test_launchers(tmp_path, checkpoints, references, launcher):
-    arguments, out, logits = files(tmp_path, checkpoints, "deepseek_v3", SPLIT)
-    done = run(*launcher, *arguments)
+def test_launchers(tmp_path, checkpoints, references, launcher, decode_ranks, family):
+    deployments = {**SPLIT, "decode": {**SPLIT["decode"], "expert_parallel": decode_ranks}}
+    arguments, out, logits = files(tmp_path, checkpoints, family, deployments)
+    done = run(*launcher, "-m", "moe_runtime", *arguments)
     assert done.code == 0, done.err
-    compare(references["deepseek_v3"], read_generated(out, logits))
+    compare(references[family], read_generated(out, logits))
 
 
-TIGHT: dict[str, dict] = {"kv_cache": {"blocks": 30, "block_tokens": 16}}
-RARE = ("chunk_256", "blocks_of_one")  # as others of these, with other sizes
-VARIANTS = {
-    "chunk_16": unified(scheduler={"chunk_tokens": 16}),
-    "chunk_256": unified(scheduler={"chunk_tokens": 256}),
-    "one_at_a_time": unified(scheduler={"max_sequences": 1}),
-    "depth_1": unified(scheduler={"pipeline_depth": 1}),
-    "depth_0_ep_2_rounds": unified(2, scheduler={"pipeline_depth": 0}, dispatch={"max_tokens": 24}),
-    "depth_1_ep_2_tight": unified(2, scheduler={"pipeline_depth": 1, "chunk_tokens": 40}, **TIGHT),
-    "preemption": unified(1, **TIGHT),
-    "blocks_of_one": unified(kv_cache={"blocks": 4000, "block_tokens": 1}),
-    "split_tight_depth_1": {
-        "prefill": {"scheduler": {"pipeline_depth": 1}, **TIGHT},
-        "decode": {"expert_parallel": 2, "scheduler": {"pipeline_depth": 1}, **TIGHT},
-    },
-}
+def test_rounds_and_preemption_at_depth_1(tmp_path, checkpoints, references):
+    """Everything that scheduling does on one rank is in test_schedules."""
+    deployments = unified(
+        2, scheduler={"pipeline_depth": 1, "chunk_tokens": 40}, dispatch={"max_tokens": 24}, **TIGHT
+    )
+    compare(references["deepseek_v3"], generate(tmp_path, checkpoints, "deepseek_v3", deployments))
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(v, marks=pytest.mark.soak) if v in RARE else v for v in VARIANTS]
-)
-def test_scheduling_changes_no_token(tmp_path, checkpoints, references, variant):
-    compare(references["deepseek_v3"], generate(tmp_path, checkpoints, "deepseek_v3", VARIANTS[variant]))
-
-
-def test_thirty_two_at_once(tmp_path, checkpoints, references):
-    """Every prompt twice: both copies give the reference's tokens."""
-    arguments, out, logits = files(tmp_path, checkpoints, "deepseek_v3", unified(2))
-    write_prompts(tmp_path / "prompts.jsonl", prompts("deepseek_v3") * 2, MAX_TOKENS)
-    done = moe(*arguments, "--set", "deployments.unified.scheduler.max_sequences=32")
-    assert done.code == 0, done.err
-    compare(references["deepseek_v3"] * 2, read_generated(out, logits))
-
-
-@pytest.mark.parametrize("deployments", ["unified", "split"])
-def test_two_micro_batches_change_no_token(tmp_path, checkpoints, references, deployments):
-    asked = {"overlap": {"micro_batches": 2}}
-    plans = {
-        "unified": unified(3, scheduler={"chunk_tokens": 50}, dispatch={"max_tokens": 16}, **asked),
-        "split": {"prefill": {"expert_parallel": 2, **asked}, "decode": {"expert_parallel": 2, **asked}},
-    }
-    generated = generate(tmp_path, checkpoints, "deepseek_v3", plans[deployments])
-    compare(references["deepseek_v3"], generated)
-
-
-def test_an_instance_over_two_nodes(tmp_path, checkpoints, references):
-    """Ranks of different nodes agree through the tree of leaders; on one host, that is loopback."""
-    arguments, out, logits = files(tmp_path, checkpoints, "deepseek_v3", unified(4))
-    done = moe(*arguments, "--set", "cluster.nodes=2")
-    assert done.code == 0, done.err
-    compare(references["deepseek_v3"], read_generated(out, logits))
+def test_two_micro_batches_change_no_token(tmp_path, checkpoints, references):
+    """Prefill and decode apart; on ranks that do both, see `unified_per_step`."""
+    role = {"expert_parallel": 2, "overlap": {"micro_batches": 2}}
+    deployments = {"prefill": role, "decode": role}
+    compare(references["deepseek_v3"], generate(tmp_path, checkpoints, "deepseek_v3", deployments))
 
 
 MODES = {
@@ -189,8 +161,3 @@ def test_a_model_without_experts(tmp_path, checkpoints):
     done = moe(*arguments)
     assert done.code == 0, done.err
     compare(reference(folder, asked, MAX_TOKENS), read_generated(out, logits))
-
-
-def test_qwen_under_preemption_at_depth_1(tmp_path, checkpoints, references):
-    deployments = unified(1, scheduler={"pipeline_depth": 1}, **TIGHT)
-    compare(references["qwen3_moe"], generate(tmp_path, checkpoints, "qwen3_moe", deployments))
