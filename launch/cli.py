@@ -66,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
             "report", help="print saved reports, side by side; write them as a page, Markdown or CSV"
         )
     )
+    _search(commands.add_parser("plan", help="search the best plans for a model, a cluster and a workload"))
     _eplb(commands.add_parser("eplb", help="place experts for measured loads; say what it gains and moves"))
     return root
 
@@ -188,6 +189,28 @@ def _eplb(p: argparse.ArgumentParser) -> None:
         help="what one unit of load on a layer's heaviest rank costs until the next decision",
     )
     p.add_argument("--plot", type=Path, metavar="F.png", help="a picture of rank loads before and after")
+
+
+def _search(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--model", required=True, metavar="M", help="a catalog's name or a checkpoint's folder")
+    p.add_argument("--hardware", required=True, metavar="H", help="a device, as h100-sxm")
+    p.add_argument("--nodes", required=True, type=int, metavar="N")
+    p.add_argument(
+        "--workload",
+        required=True,
+        metavar="W",
+        help="input=1200,output=1500[,prefix=0.5][,acceptance=0.8], or a trace",
+    )
+    p.add_argument("--slo", required=True, metavar="S", help="ttft=2s,tpot=50ms[,utilisation=0.8]")
+    p.add_argument("--price-per-node-hour", type=_positive, metavar="X")
+    p.add_argument(
+        "--what-if",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="also with one thing changed; may be repeated",
+    )
+    p.add_argument("--out", type=Path, metavar="DIR", help="write the best plans here")
 
 
 def _positive(text: str) -> float:

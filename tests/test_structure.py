@@ -90,6 +90,7 @@ TORCH_FREE = (
     "launch.commands.check",
     "launch.commands.bench",
     "launch.commands.generate",
+    "launch.commands.plan",
     "launch.commands.serve",
     "launch.commands.simulate",
 )

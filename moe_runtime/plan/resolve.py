@@ -44,6 +44,12 @@ def resolve(plan: Plan, model: ModelSpec) -> EffectivePlan:
     The digest depends on every effective value and on the ModelSpec; not on the model's path,
     nor on whether a value was given or derived.
     """
+    effective = effective_values(plan, model)
+    return replace(effective, digest=_digest(effective, model))
+
+
+def effective_values(plan: Plan, model: ModelSpec) -> EffectivePlan:
+    """The effective plan without its digest, which takes longer than the rest: for who looks at thousands."""
     settle = _Settler()
     instances = tuple(_instances(plan))
     cluster = plan.cluster
@@ -54,7 +60,7 @@ def resolve(plan: Plan, model: ModelSpec) -> EffectivePlan:
         total_ranks(plan) // cluster.nodes,
         "all ranks / cluster.nodes",
     )
-    effective = EffectivePlan(
+    return EffectivePlan(
         model=EffectiveModel(path=plan.model.path, dtype=dtype),
         cluster=EffectiveCluster(
             nodes=cluster.nodes,
@@ -81,7 +87,6 @@ def resolve(plan: Plan, model: ModelSpec) -> EffectivePlan:
         derived=tuple(settle.derived.items()),
         digest="",
     )
-    return replace(effective, digest=_digest(effective, model))
 
 
 class _Settler:

@@ -36,7 +36,7 @@ def validate(
     this machine (MemTotal of /proc/meminfo); without it a CPU plan is held against the nominal
     memory of its hardware entry.
     """
-    problems = list(_problems(effective, model))
+    problems = list(plan_limits(effective, model))
     budgets: tuple[MemoryBudget, ...] = ()
     if not problems:
         budgets = memory_budgets(effective, model)
@@ -54,7 +54,8 @@ def plan_warnings(effective: EffectivePlan, model: ModelSpec) -> tuple[str, ...]
     )
 
 
-def _problems(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
+def plan_limits(effective: EffectivePlan, model: ModelSpec) -> Iterator[Problem]:
+    """What makes a plan impossible for a model, memory aside."""
     yield from unavailable(effective, tuple(effective.by_name.items()), effective.model.dtype)
     yield from _dtype(effective)
     yield from _kernels(effective, model)

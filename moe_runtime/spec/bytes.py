@@ -119,6 +119,12 @@ def replicated_weight_bytes(model: ModelSpec, dtype: str) -> int:
     )
 
 
+def attention_weight_bytes(model: ModelSpec, dtype: str) -> int:
+    """Of `replicated_weight_bytes`, what attention has in all layers."""
+    one = attention_parameters(model) * DTYPE_BYTES[dtype]
+    return model.num_layers * (one - _saved(model, dtype, attention_matrices(model)))
+
+
 def slot_bytes(model: ModelSpec, dtype: str) -> int:
     """Bytes of one slot in all MoE layers together: gate, up and down of one expert per layer."""
     expert = parameter_counts(model).expert * DTYPE_BYTES[dtype]

@@ -21,6 +21,7 @@ FROZEN = {
     " [--dump-expert-load]",
     "simulate": "PLAN [--set] --trace --out [--speed] [--limit] [--scale-lengths] [--balance] [--events]",
     "report": "RUN.json+ [--html] [--markdown] [--csv] [--price-per-node-hour]",
+    "plan": "--model --hardware --nodes --workload --slo [--price-per-node-hour] [--what-if] [--out]",
     "eplb": "--load --topology --slots [--current] --out [--groups] [--quality] [--split] [--expert-bytes]"
     " [--horizon] [--plot]",
 }

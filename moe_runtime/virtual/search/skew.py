@@ -1,0 +1,91 @@
+"""Skew: how unevenly experts are loaded in a deployment that is searched, drawn once per placement.
+
+Owns which loads are assumed for a model and how finely they are drawn: a third of DeepSeek-V3's layers and
+four draws give the balancedness of all layers and eight to half a percent. L layers, E experts.
+"""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_runtime.placement.placement import linear
+from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.cost.balance import EVEN_BALANCE, Balance, Drift, draw_balance
+from moe_runtime.virtual.cost.constants import FittedFactors
+from moe_runtime.virtual.cost.loads import deepseek_v3, place, with_balancedness
+
+Role = Literal["prefill", "decode"]
+STRIDE = 3
+DRAWS = 4
+SYNTHETIC_LAYERS = 16
+EXPERTS_OF_A_RANK = 8  # where the unevenness of synthetic loads is matched
+
+
+class _Placed(NamedTuple):
+    role: Role
+    ranks: int
+    redundant: int
+    sequence: int
+
+
+class Skews:
+    """Balances of one model's deployments, kept."""
+
+    def __init__(
+        self, model: ModelSpec, fitted: FittedFactors, *, ranks_per_node: int, balanced: bool
+    ) -> None:
+        self._model, self._balanced, self._ranks_per_node = model, balanced, ranks_per_node
+        self._drift = Drift(common=fitted.drift_common, sequence=fitted.drift_sequence)
+        self._loads: dict[Role, NDArray[np.float64]] = {}
+        self._kept: dict[_Placed, Balance] = {}
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the model's own loads are known."""
+        return self._model.family == "deepseek_v3" and self._model.moe.num_experts == 256
+
+    def of(self, role: Role, ranks: int, redundant: int, tokens_per_sequence: float) -> Balance:
+        """Spreads of an instance's placement; even on one rank."""
+        if ranks == 1:
+            return EVEN_BALANCE
+        key = _Placed(role, ranks, redundant, max(1, round(tokens_per_sequence)))
+        if key not in self._kept:
+            self._kept[key] = self._draw(key)
+        return self._kept[key]
+
+    def _draw(self, key: _Placed) -> Balance:
+        load_LE, router = self._load(key.role), self._model.moe.router
+        ranks_per_node = min(self._ranks_per_node, key.ranks)
+        placement = place(
+            load_LE,
+            ranks=key.ranks,
+            ranks_per_node=ranks_per_node,
+            redundant_experts=key.redundant,
+            balanced=self._balanced,
+            groups=router.num_groups,
+        )
+        return draw_balance(
+            load_LE,
+            placement,
+            top_k=router.top_k,
+            drift=self._drift,
+            tokens_per_sequence=key.sequence,
+            ranks_per_node=ranks_per_node,
+            draws=DRAWS,
+        )
+
+    def _load(self, role: Role) -> NDArray[np.float64]:
+        if role not in self._loads:
+            load_LE = deepseek_v3(role)
+            experts = self._model.moe.num_experts
+            self._loads[role] = load_LE[::STRIDE] if self.recorded else _as_uneven(load_LE, experts)
+        return self._loads[role]
+
+
+def _as_uneven(load_LE: NDArray[np.float64], experts: int) -> NDArray[np.float64]:
+    """A power law over `experts` experts: in order as unbalanced as these, with as many experts a rank."""
+    L, E = load_LE.shape
+    load_LR = linear(num_layers=L, num_experts=E, num_ranks=E // EXPERTS_OF_A_RANK).rank_load(load_LE)
+    target = float((load_LR.mean(axis=1) / load_LR.max(axis=1)).mean())
+    return with_balancedness(SYNTHETIC_LAYERS, experts, max(2, experts // EXPERTS_OF_A_RANK), target)
