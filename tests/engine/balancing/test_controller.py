@@ -102,9 +102,9 @@ class Bench:
         self.window += 1
         self.poll()
 
-    def poll(self, seconds: float = 1.0) -> None:
+    def poll(self, seconds: float = 1.0, *, hold: bool = False) -> None:
         for _ in range(2):
-            self.controller.poll(self.now)
+            self.controller.poll(self.now, hold=hold)
         self.now += seconds
 
     def stalled(self) -> bool:
@@ -120,6 +120,21 @@ class Bench:
 
 FLAT = np.full(EXPERTS, 1 / EXPERTS)
 SKEWED = np.where(np.arange(EXPERTS) == 7, 0.25, 0.75 / (EXPERTS - 1))
+
+
+def test_nothing_is_asked_or_moved_while_experts_must_stay():
+    bench = Bench()
+    bench.solver.block = True
+    bench.give(bench.draw(SKEWED))
+    assert bench.solver.asked == 1
+    bench.solver.block = False
+    bench.poll(hold=True)  # the answer comes, and is not followed
+    bench.controller.force()
+    bench.poll(hold=True)
+    assert (bench.solver.asked, bench.mover.targets, bench.stalled()) == (1, [], False)
+    bench.poll()
+    assert bench.solver.asked == 2
+    assert len(bench.mover.targets) == 1
 
 
 def test_a_balanced_load_moves_nothing():

@@ -5,7 +5,7 @@ Ranks step in turn, as `agree` would have them; couriers are threads that tests 
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from moe_runtime.engine.agree import AgreeLimits, MoveOrder, StepProposal, agree
 from moe_runtime.engine.balancing.courier import Courier, Piece, Staging
+from moe_runtime.engine.balancing.desk import ExpertDesk
 from moe_runtime.engine.balancing.mover import Mover
 from moe_runtime.engine.balancing.registry import ExpertRegistry
 from moe_runtime.engine.balancing.wire import NewPlacement
@@ -79,9 +80,9 @@ class Ranks:
         for rank in ranks:
             self.movers[rank].aim(message, self.now)
 
-    def step(self) -> MoveOrder:
-        """One agreed step of all ranks; checks what it leaves."""
-        offers = [m.offer(self.now) for m in self.movers]
+    def step(self, desks: Sequence[ExpertDesk] = ()) -> MoveOrder:
+        """One agreed step of all ranks, or of their desks; checks what it leaves."""
+        offers = [d.offer() for d in desks] or [m.offer(self.now) for m in self.movers]
         proposals = [
             StepProposal(
                 decode_tokens=1,
@@ -97,7 +98,9 @@ class Ranks:
         ]
         wire = [StepProposal.from_vector(p.to_vector(), RANKS) for p in proposals]
         order = agree(wire, LIMITS).move
-        for mover in self.movers:
+        for desk in desks:
+            desk.follow(order)
+        for mover in () if desks else self.movers:
             mover.follow(order, self.now)
         self.orders.append(order)
         self.check()
