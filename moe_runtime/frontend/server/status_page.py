@@ -12,11 +12,13 @@ from moe_runtime.frontend.server.service import Service
 _KIND_NAMES = {"new_prefill": "new prefill", "cached_prefill": "cached prefill"}
 
 _STYLE = """
-:root { color-scheme: light dark; --line: #8884; --dim: #777; --bar: #3b82c4;
-  --bad: #c0392b; --good: #2e8b57 }
-@media (prefers-color-scheme: dark) { :root { --dim: #999; --bar: #5aa0dd; --bad: #ff7b6b; --good: #5fc48a } }
+:root { color-scheme: light dark; --line: #8884; --dim: #626770; --bar: #3b82c4;
+  --bad: #c0392b; --good: #1e7746 }
+@media (prefers-color-scheme: dark) {
+  :root { --dim: #a0a6ae; --bar: #5aa0dd; --bad: #ff7b6b; --good: #5fc48a }
+}
 body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 62rem; padding: 1rem }
-h1 { font-size: 1.2rem; margin: 0 } h2 { font-size: 1rem; margin: 1.6rem 0 .4rem }
+h1 { font-size: 1.2rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1rem; margin: 1.6rem 0 .4rem }
 .state { font-weight: 600 } .good { color: var(--good) } .bad { color: var(--bad) } .dim { color: var(--dim) }
 .scroll { overflow-x: auto } table { border-collapse: collapse; width: 100% }
 th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
@@ -25,6 +27,15 @@ th:first-child, td:first-child { text-align: left; padding-left: 0 }
 td { font-variant-numeric: tabular-nums }
 .bar { display: inline-block; width: 5rem; height: .6rem; background: var(--line); vertical-align: middle;
   border-radius: .3rem; overflow: hidden } .bar i { display: block; height: 100%; background: var(--bar) }
+@media (max-width: 40rem) {
+  thead { display: none }
+  tr { display: grid; grid-template-columns: repeat(3, 1fr); gap: .2rem .6rem; padding: .5rem 0;
+    border-bottom: 1px solid var(--line) }
+  td { border: 0; padding: 0; text-align: left; white-space: normal; overflow-wrap: anywhere }
+  td:first-child { grid-column: 1 / -1; font-weight: 600 }
+  td::before { content: attr(data-label); display: block; font-size: .8rem; color: var(--dim) }
+  td:first-child::before { content: none } .bar { width: 3rem }
+}
 """
 
 
@@ -98,7 +109,15 @@ def _bar(share: float) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Cells are HTML already."""
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    names = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return f'<div class="scroll"><table><tr>{names}</tr>{body}</table></div>'
+    """Cells are HTML already. On a narrow screen a row is a block, and each cell says its column's name."""
+    labels = [escape(name) for name in head]
+    names = "".join(f"<th>{label}</th>" for label in labels)
+    body = "".join(
+        f"<tr>{''.join(_cell(label, cell) for label, cell in zip(labels, row, strict=True))}</tr>"
+        for row in rows
+    )
+    return f'<div class="scroll"><table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(label: str, cell: str) -> str:
+    return f'<td data-label="{label}">{cell}</td>'

@@ -54,6 +54,7 @@ def shown(server, name: str, now: float = 15.0) -> str:
     assert "http://" not in page
     assert 'name="viewport" content="width=device-width' in page
     assert "prefers-color-scheme: dark" in page
+    assert page.count("<td ") == page.count("<td data-label=") > 0, "each cell can say its column's name"
     return parser.text
 
 
