@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from moe_runtime.report.build import build_report, report_on
-from moe_runtime.report.schema import Report
 from moe_runtime.virtual.cost.balance import Drift
 from moe_runtime.virtual.cost.loads import place, power_law
 from moe_runtime.virtual.run.collect import Collector
@@ -32,7 +31,7 @@ def make_loads(ranks: int) -> DeploymentLoads:
     )
 
 
-def simulated(scenario: Scenario) -> Report:
+def simulated(scenario):
     facts = make_facts(simulated=True)
     collector = Collector(
         RANKS,
@@ -47,7 +46,7 @@ def simulated(scenario: Scenario) -> Report:
     return report_on(facts, Simulated(collector, loads))
 
 
-def measured(scenario: Scenario) -> Report:
+def measured(scenario):
     return build_report(make_facts(simulated=False), scenario.records, scenario.steps())
 
 
@@ -56,7 +55,7 @@ KINDS = ("simulated", "simulation", "missing")
 SECTIONS = ("balancedness", "exchange", "phases", "attribution", "rank_loads")
 
 
-def figures(report: Report) -> dict:
+def figures(report):
     """Every value by its path, but those that the kinds of run know differently."""
     data = msgspec.to_builtins(report)
     for name in KINDS:
@@ -79,34 +78,36 @@ def leaves(value, path):
         yield path, value
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_all_figures_are_those_of_a_measured_run(seed):
-    scenario = make_scenario(seed=seed)
-    assert max(r.steps for r in scenario.runs) > 4, "runs of steps are what is tested"
+def differences(scenario):
+    """Figures of the two kinds of run that are not the same, by path."""
     ours, theirs = figures(simulated(scenario)), figures(measured(scenario))
     assert ours.keys() == theirs.keys()
     # Blocks of a run of steps grow evenly here, and in whole blocks there.
     loose = (".kv.mean_fraction", ".timeline.kv_fraction")
-    different = {}
+    found = {}
     for path, value in ours.items():
         other = theirs[path]
         slack = 0.02 if any(name in path for name in loose) else 1e-9
         if isinstance(value, float):
             if other is None or value != pytest.approx(other, rel=slack, abs=1e-9):
-                different[path] = (value, other)
+                found[path] = (value, other)
         elif value != other:
-            different[path] = (value, other)
-    assert different == {}
+            found[path] = (value, other)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_figures_are_those_of_a_measured_run(seed):
+    scenario = make_scenario(seed=seed)
+    assert max(r.steps for r in scenario.runs) > 4, "runs of steps are what is tested"
+    assert differences(scenario) == {}
 
 
 def test_a_closed_batch_is_reported_over_the_whole_run():
     """All arrive at once: no window of arrivals, so drain and all."""
     scenario = make_scenario(requests=12, seconds=0.5)
-    ours, theirs = simulated(scenario), measured(scenario)
-    assert ours.window == theirs.window
-    assert ours.window.basis == "whole_run"
-    assert ours.system == theirs.system
-    assert [d.per_rank for d in ours.deployments] == pytest.approx([d.per_rank for d in theirs.deployments])
+    assert simulated(scenario).window.basis == "whole_run"
+    assert differences(scenario) == {}
 
 
 def test_gaps_between_tokens_are_exact_within_runs_of_steps():

@@ -1,0 +1,75 @@
+"""A plan of eight H100 and a trace, small enough to simulate in a blink."""
+
+from moe_runtime.placement.placement import Placement, linear
+from moe_runtime.plan.effective import EffectivePlan
+from moe_runtime.spec.model import GqaSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec
+from moe_runtime.virtual.cluster.requests import VirtualRequest
+from tests.plan.plans import effective
+
+MODEL = ModelSpec(
+    family="qwen3_moe",
+    vocab_size=1000,
+    hidden=512,
+    num_layers=4,
+    max_positions=4096,
+    norm_eps=1e-6,
+    attention=GqaSpec(num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=True),
+    rope=RopeSpec(dim=64, theta=1e4, interleaved=False),
+    moe=MoeSpec(
+        num_experts=32,
+        intermediate=256,
+        shared_intermediate=0,
+        router=RouterSpec(top_k=4, scoring="softmax", correction_bias=False),
+    ),
+    moe_layers=(1, 2, 3),
+    dense_intermediate=1024,
+    tie_embeddings=False,
+    dtype="bfloat16",
+    eos_token_ids=(1,),
+)
+PLAN = """\
+model: {path: checkpoint}
+cluster: {nodes: 1, ranks_per_node: 8, device: cuda, hardware: h100-sxm}
+deployments:
+  prefill:
+    instances: 2
+    expert_parallel: 2
+    scheduler: {max_batch_tokens: 512, max_sequences: 16, chunk_tokens: 512}
+    kv_cache: {block_tokens: 16, blocks: 512}
+  decode:
+    expert_parallel: 4
+    redundant_experts: 4
+    scheduler: {max_batch_tokens: 64, max_sequences: 64, chunk_tokens: 64}
+    kv_cache: {block_tokens: 16, blocks: 512}
+slo: {ttft_ms: 50, tpot_ms: 10}
+"""
+
+
+def make_plan(folder, *overrides: str) -> EffectivePlan:
+    return effective(folder, PLAN, *overrides, model=MODEL)
+
+
+def placements(plan: EffectivePlan) -> dict[str, Placement]:
+    return {
+        d.name: linear(
+            num_layers=MODEL.num_moe_layers,
+            num_experts=MODEL.moe.num_experts,
+            num_ranks=d.expert_parallel,
+            redundant_experts=d.redundant_experts,
+        )
+        for d in plan.deployments
+    }
+
+
+def requests(count: int = 60, every: float = 0.05) -> list[VirtualRequest]:
+    return [
+        VirtualRequest(
+            index=i,
+            at=every * i,
+            input_length=100 + 37 * i % 300,
+            output_length=1 + 13 * i % 90,
+            hash_ids=(i % 3, 100 + i) if i % 4 == 0 else (),
+            block_tokens=256.0,
+        )
+        for i in range(count)
+    ]

@@ -1,0 +1,70 @@
+"""Scripted events from a file: read, and refused with file, line and field."""
+
+import pytest
+
+from moe_runtime.errors import InputError
+from moe_runtime.virtual.cluster.events import Failure, Slowdown
+from moe_runtime.virtual.run.script import RebalanceAt, read_events
+
+RANKS = {"prefill-0": 2, "decode-0": 4}
+
+
+def read(folder, text):
+    path = folder / "events.yaml"
+    path.write_text(text)
+    return read_events(path, RANKS)
+
+
+def test_events_are_read_in_order(tmp_path):
+    text = """\
+events:
+- {slowdown: decode-0, rank: 3, start: 10, end: 20.5, factor: 2}
+- failure: prefill-0
+  at: 30
+- {rebalance: decode-0, at: 0}
+"""
+    assert read(tmp_path, text) == [
+        Slowdown(instance="decode-0", rank=3, start=10.0, end=20.5, factor=2.0),
+        Failure(instance="prefill-0", at=30.0),
+        RebalanceAt(instance="decode-0", at=0.0),
+    ]
+    assert read(tmp_path, "events: []") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must have the key events"),
+        ("events: {}", "yaml:1: events: must be a list"),
+        ("happenings: []", "must have the key events"),
+        (
+            "events:\n- {at: 3}",
+            r"yaml:2: events\[0\]: must have one of the keys slowdown, failure, rebalance",
+        ),
+        ("events:\n- {failure: decode-0, at: 1}\n- 3", r"events\[1\]: must have one of"),
+        ("events:\n- {failure: decode-0, rebalance: decode-0, at: 1}", "must have one of"),
+        ("events:\n\n- {failure: decode-9, at: 3}", "yaml:3: .*'decode-9': the plan has prefill-0, decode-0"),
+        ("events:\n- {failure: decode-0}", "at is None, must be a number from 0"),
+        ("events:\n- {failure: decode-0, at: -1}", "at is -1"),
+        ("events:\n- {failure: decode-0, at: .inf}", "at is inf"),
+        ("events:\n- {failure: decode-0, at: true}", "at is True"),
+        ("events:\n- {failure: decode-0, at: 1, rank: 0}", "a failure has no 'rank'"),
+        ("events:\n- {slowdown: decode-0, rank: 4, start: 0, end: 1, factor: 2}", "rank is 4, .* to 3"),
+        ("events:\n- {slowdown: decode-0, rank: 0, start: 2, end: 1, factor: 2}", "end is 1, .* from 2"),
+        ("events:\n- {slowdown: decode-0, rank: 0, start: 2, end: 3, factor: 0.5}", "factor is 0.5"),
+        ("events: [", "not valid YAML"),
+        ("events: []\nevents: []", "given twice"),
+    ],
+)
+def test_mistakes_have_their_place(tmp_path, text, message):
+    with pytest.raises(InputError, match=message) as raised:
+        read(tmp_path, text)
+    assert "events.yaml" in str(raised.value)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        read_events(tmp_path / "none.yaml", RANKS)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="not text"):
+        read_events(tmp_path / "binary.yaml", RANKS)

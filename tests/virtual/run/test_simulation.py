@@ -1,0 +1,152 @@
+"""Whole simulations of a small plan: figures that must agree with each other, events that must show."""
+
+import dataclasses
+
+import pytest
+
+from moe_runtime.errors import InputError
+from moe_runtime.report.build import report_on
+from moe_runtime.report.facts import DeploymentFacts, RunFacts
+from moe_runtime.virtual.cluster.events import Failure, Slowdown
+from moe_runtime.virtual.run.loads import LoadChoice
+from moe_runtime.virtual.run.prepare import Workload, assumptions, prepare
+from moe_runtime.virtual.run.rebalance import expert_bytes, rebalance
+from moe_runtime.virtual.run.script import RebalanceAt
+from moe_runtime.virtual.run.simulation import run_simulation
+from tests.virtual.run.scenario import make_facts
+from tests.virtual.run.small import MODEL, make_plan, placements, requests
+
+SKEWED = LoadChoice("power", 0.8)
+
+
+def facts_of(plan) -> RunFacts:
+    return dataclasses.replace(
+        make_facts(simulated=True),
+        ranks_per_node=plan.cluster.ranks_per_node,
+        moe_layers=MODEL.moe_layers,
+        deployments=tuple(
+            DeploymentFacts(
+                name=d.name,
+                instances=tuple(i.name for i in plan.instances if i.deployment == d.name),
+                expert_parallel=d.expert_parallel,
+                redundant_experts=d.redundant_experts,
+                dispatch_backend=d.dispatch.backend,
+                kv_blocks=d.kv_cache.blocks,
+                kernels={},
+            )
+            for d in plan.deployments
+        ),
+        slo=(plan.slo.ttft_ms, plan.slo.tpot_ms),
+    )
+
+
+def simulated(plan, arrivals, scripted=(), choice=SKEWED):
+    prepared = prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), choice)
+    heard: list[None] = []
+    done = run_simulation(
+        plan, MODEL, prepared, arrivals, scripted=scripted, on_request=lambda: heard.append(None)
+    )
+    assert len(heard) == len(arrivals)
+    report = report_on(facts_of(plan), done.evidence)
+    assert done.end >= arrivals[-1].at
+    return report
+
+
+def of(report, name):
+    return next(d for d in report.deployments if d.name == name)
+
+
+def bound(report, name, what):
+    """Seconds of a deployment's wall time."""
+    return next(t.seconds for t in of(report, name).attribution.total.bounds if t.name == what)
+
+
+def test_figures_agree_with_each_other(tmp_path):
+    arrivals = requests()
+    report = simulated(make_plan(tmp_path), arrivals)
+    prefill, decode = of(report, "prefill"), of(report, "decode")
+    assert (report.requests.finished, report.requests.failed) == (len(arrivals), 0)
+    assert report.whole_run.output_tokens == sum(r.output_length for r in arrivals)
+    assert report.whole_run.prompt_tokens == sum(r.input_length for r in arrivals)
+    assert report.whole_run.cached_tokens > 0, "prompts that share a block"
+    assert not [w for w in report.warnings if "in doubt" in w], "prompt tokens counted two ways"
+    # Without preemptions every decode row is an output token.
+    rows = sum(r.decode_rows_per_second for r in decode.per_rank) * report.window.seconds
+    assert decode.throughput.output.total * report.window.seconds == pytest.approx(rows, abs=2)
+    assert report.latency.itl_ms.count == sum(r.output_length - 1 for r in arrivals)
+    assert 0 < prefill.attribution.total.roofline < 1
+    assert all(r.active_fraction <= 1 for d in report.deployments for r in d.per_rank)
+    assert len(decode.timeline.batch) == len(prefill.timeline.queue) == 200
+    whole = decode.timeline.bucket_seconds * 200
+    total = sum(decode.timeline.decode_rows_per_second) * decode.timeline.bucket_seconds
+    assert total == pytest.approx(sum(r.output_length - 1 for r in arrivals))
+    assert whole == pytest.approx(max(r.last_token for r in report.request_log))
+
+
+def test_the_same_twice_is_the_same(tmp_path):
+    plan = make_plan(tmp_path)
+    assert simulated(plan, requests(20)) == simulated(plan, requests(20))
+
+
+def test_loads_are_the_ones_asked_for(tmp_path):
+    plan = make_plan(tmp_path)
+    even, uneven = (simulated(plan, requests(30), choice=c) for c in (LoadChoice("uniform"), SKEWED))
+    for one, other in zip(of(even, "decode").balancedness, of(uneven, "decode").balancedness, strict=True):
+        assert one.of_sum > other.of_sum
+
+
+def test_a_slow_rank_is_waited_for(tmp_path):
+    plan = make_plan(tmp_path)
+    slow = [Slowdown(instance="decode-0", rank=1, start=0.0, end=1e6, factor=3.0)]
+    plain, waited = simulated(plan, requests(30)), simulated(plan, requests(30), slow)
+    assert bound(waited, "decode", "imbalance") > bound(plain, "decode", "imbalance")
+    assert waited.latency.tpot_ms.mean > 1.5 * plain.latency.tpot_ms.mean
+
+
+def test_a_failed_instance_fails_what_it_held(tmp_path):
+    report = simulated(make_plan(tmp_path), requests(30), [Failure(instance="decode-0", at=0.5)])
+    assert report.requests.failed > 0
+    assert report.requests.finished + report.requests.failed == 30
+    assert any("requests failed" in w for w in report.warnings)
+
+
+def test_experts_that_move_make_later_steps_shorter(tmp_path):
+    plan, choice = make_plan(tmp_path), LoadChoice("power", 1.5)
+    moved = simulated(plan, requests(60), [RebalanceAt(instance="decode-0", at=1.0)], choice)
+    still = simulated(plan, requests(60), choice=choice)
+    loads = of(moved, "decode").rank_loads
+    assert max(map(max, loads.after)) < max(map(max, loads.before))
+    assert of(still, "decode").rank_loads.after == of(still, "decode").rank_loads.before
+    assert bound(moved, "decode", "imbalance") < bound(still, "decode", "imbalance")
+
+
+def test_balancing_moves_experts_once_an_interval_is_full(tmp_path):
+    plan = make_plan(
+        tmp_path,
+        "deployments.decode.balancing.enabled=true",
+        "deployments.decode.balancing.interval_tokens=500",
+    )
+    loads = of(simulated(plan, requests(60)), "decode").rank_loads
+    assert max(map(max, loads.after)) < max(map(max, loads.before))
+
+
+def test_what_a_move_takes(tmp_path):
+    plan = make_plan(tmp_path)
+    before = prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), SKEWED)["decode"]
+    event = rebalance("decode-0", 2.0, before, before.balanced())
+    assert (event.instance, event.at) == ("decode-0", 2.0)
+    assert len(event.stage_seconds) == 1 + MODEL.num_moe_layers
+    assert event.stage_seconds[0] == 0.0, "split weights move nothing"
+    assert expert_bytes(MODEL, "bfloat16") == 3 * 512 * 256 * 2
+    # At most a rank's nine slots of one layer, over NVLink.
+    most = 9 * (expert_bytes(MODEL, "bfloat16") / 450e9 / 0.5 + 50e-6)
+    assert all(0 < s < most for s in event.stage_seconds[1:])
+    assert 0 < event.commit_seconds < 1e-3
+
+
+def test_assumptions_are_said_and_unknown_machines_refused(tmp_path):
+    notes = assumptions(SKEWED, MODEL, "bfloat16")
+    assert any("power:0.8 is assumed" in n for n in notes)
+    plan = make_plan(tmp_path, "cluster.device=cpu", "cluster.hardware=cpu-host")
+    with pytest.raises(InputError, match="cpu-host"):
+        prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), SKEWED)
