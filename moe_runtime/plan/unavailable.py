@@ -65,6 +65,14 @@ def unavailable_to_run(effective: EffectivePlan, installed: Callable[[str], bool
             hint="set it to the folder of a checkpoint: --set model.path=DIR",
         )
     yield from _broken(RULES_TO_RUN, effective, tuple(effective.by_name.items()), effective.model.dtype)
+    for d in effective.deployments:
+        if d.balancing.enabled and effective.cluster.device != "cpu":
+            yield Problem(
+                path=(DEPLOYMENTS, d.name, "balancing", "enabled"),
+                text=f"runs on cpu in this version; cluster.device is {effective.cluster.device}",
+                value=True,
+                hint="set it to false",
+            )
     if installed(PACKAGE):
         return
     for d in effective.deployments:

@@ -127,17 +127,15 @@ def _device(effective: EffectivePlan, d: EffectiveDeployment) -> Iterator[Proble
 
 
 def _balancing(effective: EffectivePlan, d: EffectiveDeployment) -> Iterator[Problem]:
-    """Experts move between ranks that share memory."""
+    """Experts move between ranks that share memory; `unavailable_to_run` has what GPUs cannot do yet."""
     if not d.balancing.enabled:
         return
     nodes = effective.nodes_of_an_instance(d.name)
     text = ""
     if d.expert_parallel == 1:
         text = "has nothing to balance: the instance is one rank"
-    elif nodes > 1:
+    elif nodes > 1 and effective.cluster.device == "cpu":
         text = f"moves experts within one node in this version; an instance spans {nodes}"
-    elif effective.cluster.device != "cpu":
-        text = f"runs on cpu in this version; cluster.device is {effective.cluster.device}"
     if text:
         yield Problem(path=_at(d, "balancing", "enabled"), text=text, value=True, hint="set it to false")
 

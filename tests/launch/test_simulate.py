@@ -49,11 +49,11 @@ def test_a_simulated_report(files, capsys):
     shown, said = capsys.readouterr()
     report = load_report(out)
     assert report.simulated
+    assert report.simulation is not None
     assert report.simulation.balance == "power:0.63"
     assert (report.simulation.weights, report.simulation.events) == ("bfloat16", None)
-    assert report.simulation.virtual_seconds == pytest.approx(
-        max(r.last_token for r in report.request_log), abs=0.1
-    )
+    last = max(r.last_token or 0.0 for r in report.request_log)
+    assert report.simulation.virtual_seconds == pytest.approx(last, abs=0.1)
     assert (report.options.limit, report.options.speed) == (30, 2.0)
     assert (report.requests.count, report.requests.finished) == (30, 30)
     assert report.machine.cpu_model is None
@@ -67,6 +67,7 @@ def test_a_simulated_report(files, capsys):
     # The same again, with other loads: other times, the same tokens.
     assert call(files, "--limit", "30", "--speed", "2", "--balance", "uniform") == 0
     other = load_report(out)
+    assert other.simulation is not None
     assert other.simulation.balance == "uniform"
     assert other.whole_run.output_tokens == report.whole_run.output_tokens
     assert other.latency != report.latency
@@ -79,6 +80,7 @@ def test_events_are_acted_out(files, tmp_path):
     events.write_text("events:\n- {failure: decode-0, at: 1.0}\n")
     assert call(files, "--events", events) == 0
     report = load_report(files[2])
+    assert report.simulation is not None
     assert report.simulation.events == str(events)
     assert report.requests.failed > 0
     assert not [m for m in report.missing if m.path == "simulation.events"]

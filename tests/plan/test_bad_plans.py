@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.errors import PlanError
+from moe_runtime.plan.unavailable import unavailable_to_run
 from moe_runtime.spec.model import ModelSpec
 from tests.plan.plans import SPLIT, UNIFIED, checked
 from tests.spec.model_specs import SMALL_DEEPSEEK, SMALL_QWEN
@@ -190,8 +191,6 @@ NOT_YET = [
     Bad("tensor parallel", f"{D}.attention.tensor_parallel", ("not available in this version",),
         "set it to 1",
         sets=(f"{D}.attention.tensor_parallel=2",), value=2),
-    Bad("rebalancing on GPUs", f"{D}.balancing.enabled", ("runs on cpu in this version",), "set it to false",
-        sets=(f"{D}.balancing.enabled=true", "cluster.device=cuda", "cluster.hardware=h800"), value=True),
     Bad("rebalancing across nodes", f"{D}.balancing.enabled", ("within one node", "spans 2"),
         "set it to false", value=True,
         sets=(f"{D}.balancing.enabled=true", "cluster.nodes=3", "cluster.ranks_per_node=2")),
@@ -280,3 +279,12 @@ def test_a_flood_of_problems_is_cut_short(tmp_path: Path):
         checked(tmp_path, text)
     assert len(caught.value.problems) == 51
     assert str(caught.value).endswith("and 10 more problems")
+
+
+@pytest.mark.parametrize("nodes", [(), ("cluster.nodes=3", "cluster.ranks_per_node=2")])
+def test_rebalancing_on_gpus_can_be_planned_but_not_run(tmp_path: Path, nodes: tuple[str, ...]):
+    sets = (f"{D}.balancing.enabled=true", "cluster.device=cuda", "cluster.hardware=h800", *nodes)
+    _, plan, _ = checked(tmp_path, SPLIT, *sets)
+    (problem,) = (p for p in unavailable_to_run(plan, lambda _: True) if "balancing" in p.path)
+    assert problem.path == ("deployments", "decode", "balancing", "enabled")
+    assert "runs on cpu in this version" in problem.text
