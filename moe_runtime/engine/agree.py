@@ -12,6 +12,7 @@ Vector: version | flags | decode tokens | prefill tokens | in flight | placement
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import sub
 from typing import Literal
 
 import numpy as np
@@ -219,7 +220,9 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
     alive = _alive(proposals)
     # Placements change by agreement alone, so all ranks have the same.
     epoch, move = min(p.placement_epoch for p in proposals), _move(proposals)
-    if not any(p.decode_tokens or p.prefill_tokens for p in proposals):
+    decode_R = [p.decode_tokens for p in proposals]
+    prefill_R = [p.prefill_tokens for p in proposals]
+    if not any(decode_R) and not any(prefill_R):
         kind = StepKind.PARK
         if any(p.in_flight for p in proposals):
             kind = StepKind.FLUSH
@@ -234,21 +237,21 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
         if held
         else min([limits.chunk_tokens, *(p.chunk_tokens for p in proposals if p.chunk_tokens is not None)])
     )
-    most_decode = max(p.decode_tokens for p in proposals)
+    most_decode = max(decode_R)
     level = min(limits.max_batch_tokens, most_decode + chunk)
-    rows = [step_tokens(p, level, chunk) for p in proposals]
+    rows = [step_tokens(p, level, chunk) if p.prefill_tokens else p.decode_tokens for p in proposals]
     largest = max(rows)
     micro_batches, reason = _overlap(proposals, largest, limits)
     per_micro_batch = -(-largest // micro_batches)
     rounds = max(1, -(-per_micro_batch // limits.dispatch_max_tokens))
-    decode_only = held or not any(p.prefill_tokens for p in proposals)
+    decode_only = held or not any(prefill_R)
     return StepDecision(
         kind=StepKind.FORWARD,
         token_level=level,
         chunk_tokens=chunk,
         held=held,
         decode_rows=most_decode,
-        prefill_rows=max(r - p.decode_tokens for r, p in zip(rows, proposals, strict=True)),
+        prefill_rows=max(map(sub, rows, decode_R)),
         rows=sum(rows),
         fill=sum(rows) / (len(rows) * largest) if largest else 1.0,
         decode_only=decode_only,
@@ -264,7 +267,7 @@ def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecisio
 
 
 def _alive(proposals: Sequence[StepProposal]) -> tuple[bool, ...]:
-    """Ranks that all know to be alive; as a rule all say the same, and with many ranks that is faster seen."""
+    """Ranks that all know to be alive; as a rule all say the same, which is quickly seen."""
     first = proposals[0].alive
     if all(p.alive is first or p.alive == first for p in proposals):
         return first
@@ -273,13 +276,14 @@ def _alive(proposals: Sequence[StepProposal]) -> tuple[bool, ...]:
 
 def _move(proposals: Sequence[StepProposal]) -> MoveOrder:
     """All ranks begin, or commit, the same unit in the same step; one that has failed stops all."""
+    offer = proposals[0].move
+    alike = all(p.move is offer or p.move == offer for p in proposals)
+    if alike and offer == NO_OFFER:
+        return NO_ORDER
     if any(p.move.failed for p in proposals):
         return MoveOrder(abort=True)
-    offers = {p.move for p in proposals}
-    moving = offers != {NO_OFFER}
-    if len(offers) > 1 or not moving:
-        return MoveOrder(moving=moving)
-    (offer,) = offers
+    if not alike:
+        return MoveOrder(moving=True)
     return MoveOrder(
         begin=offer.ticket if offer.phase is MovePhase.READY else 0,
         commit=offer.ticket if offer.phase is MovePhase.STAGED else 0,

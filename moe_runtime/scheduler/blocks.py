@@ -10,7 +10,7 @@ Only complete blocks get keys and a complete block is never written again, so sh
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,8 @@ class BlockPool:
         # Single blocks are counted in the array, all of them together through the view of it.
         self._holders = array("i", bytes(4 * total))
         self._all_holders = np.frombuffer(self._holders, np.int32)
-        self._key_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, Hashable] = {}
+        self._block_of: dict[Hashable, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._stale: set[int] = set()
 
@@ -83,14 +83,14 @@ class BlockPool:
 
     # -- sharing ------------------------------------------------------------------------------
 
-    def keep(self, block: int, key: bytes) -> None:
+    def keep(self, block: int, key: Hashable) -> None:
         """The held block is complete and `key` names its content; an equal block is not kept twice."""
         assert self._holders[block] > 0, f"block {block} is not held"
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
+    def find(self, keys: Iterable[Hashable]) -> list[int]:
         """The blocks of the leading keys that are kept."""
         found = []
         for key in keys:

@@ -250,10 +250,10 @@ class CountedScheduler(Scheduler):
         lag = (self._pending[rows] == 0).astype(np.int32) * self.depth
         done = np.maximum(self._keep_at[rows] - computed - 1, lag)
         events = []
-        near = np.flatnonzero(first < steps)
+        near = (first < steps).nonzero()[0]
         for row, *key, turn in self._ordered(rows[near], first[near]):
             events += [(t, False, *key, row, 0) for t in range(turn, steps, size)]
-        near = np.flatnonzero(done < steps)
+        near = (done < steps).nonzero()[0]
         for row, *key, keep_at, begin, least in self._ordered(
             rows[near], self._keep_at[rows[near]], computed[near] + 1, lag[near]
         ):
@@ -287,7 +287,7 @@ class CountedScheduler(Scheduler):
         if self.table.num_running == len(self.table.stamp):
             return False
         room = self.blocks_for(head.num_known) + self.table.num_running
-        return not head.transferred or self.pool.can_allocate(room)
+        return self._may_find(head) or self.pool.can_allocate(room)
 
     def _settle_gone(self, sequence: Sequence) -> list[TokenEvent]:
         """A sample of a sequence that lost its row meanwhile."""

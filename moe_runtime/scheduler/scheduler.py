@@ -33,6 +33,7 @@ class SchedulerLimits:
 
     prefix_cache  KV blocks of finished sequences are found again by later ones with the same beginning
     prefix_tokens tokens hashed and found as a whole, a multiple of `block_tokens`; 0: `block_tokens`
+    reuse_pulled  what is found so of a sequence that was prefilled elsewhere need not be fetched
     model         tells apart models whose KV must not be mixed up
     """
 
@@ -44,6 +45,7 @@ class SchedulerLimits:
     max_positions: int
     prefix_cache: bool = True
     prefix_tokens: int = 0
+    reuse_pulled: bool = False
     model: str = ""
 
 
@@ -86,6 +88,7 @@ class Scheduler:
     """Owns the waiting queue, the table of running sequences and the block pool of one rank."""
 
     table_type = SequenceTable
+    prefix_type = PrefixCache
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
@@ -93,7 +96,7 @@ class Scheduler:
         longest = min(limits.max_positions, limits.num_blocks * limits.block_tokens)
         self.table = self.table_type(limits.max_sequences, self.blocks_for(longest))
         self.rows = RowBuilder(self.table, limits.block_tokens)
-        self.prefix = PrefixCache(
+        self.prefix = self.prefix_type(
             self.pool,
             block_tokens=limits.block_tokens,
             unit_tokens=limits.prefix_tokens or limits.block_tokens,
@@ -157,10 +160,12 @@ class Scheduler:
             return
         sequence.state = State.RUNNING
         self.table.ready[sequence.row] = True
-        if ok:
+        if ok and not sequence.outdated:
             self._keep(sequence)
         else:
-            self.table.num_computed[sequence.row] = 0
+            # What was found is shared, so it is not written again.
+            found = 0 if sequence.outdated else sequence.kept_blocks
+            self.table.num_computed[sequence.row] = found * self.limits.block_tokens
 
     def forget_kv(self) -> None:
         """The weights change: running sequences begin anew with the tokens they have, and no prefix is found.
@@ -168,8 +173,13 @@ class Scheduler:
         Nothing is in flight. What was proposed is not built: the next call is `propose`.
         """
         for sequence in list(self.table.sequences):
-            if sequence is not None and self.table.ready[sequence.row]:
+            if sequence is None:
+                continue
+            if self.table.ready[sequence.row]:
                 self._send_back(sequence)
+            elif sequence.kept_blocks:
+                self.prefix.admitted(sequence, 0)
+                sequence.outdated = True
         self.pool.forget()
         self._decode = self._decode[:0]
 
@@ -376,7 +386,7 @@ class Scheduler:
             return False
         row = self.table.free_row()
         sequence = self.waiting.head
-        found = [] if sequence.transferred else self.prefix.find(sequence)
+        found = self.prefix.find(sequence) if self._may_find(sequence) else []
         need = self.blocks_for(sequence.num_known) - len(found)
         # One spare block per running sequence, so that admission does not cause preemption at once.
         room = need + self.pool.count_idle(found) + self.table.num_running
@@ -398,6 +408,9 @@ class Scheduler:
             self._count_cached(sequence, computed)
         self._enter(sequence, row, blocks, computed)
         return True
+
+    def _may_find(self, sequence: Sequence) -> bool:
+        return not sequence.transferred or self.limits.reuse_pulled
 
     def _enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
         """Give the sequence a row; `_leave` takes it away again and returns its blocks."""

@@ -39,6 +39,7 @@ class Sequence:
     urgency, arrival   place in the queue, the smaller pair first
     block_keys, prefix_hash, kept_blocks, keep_at   belong to PrefixCache
     constraint    what the output must look like
+    outdated      blocks that it found instead of fetching them are of weights that are gone
     """
 
     request: Request
@@ -60,6 +61,7 @@ class Sequence:
     kept_blocks: int = 0
     keep_at: int = 0
     constraint: Constraint | None = None
+    outdated: bool = False
 
     @property
     def edited(self) -> bool:
@@ -227,13 +229,15 @@ class SequenceTable:
         want = self.ready & (self.num_computed == self.num_tokens - 1) & (self.num_tokens < self.max_tokens)
         want &= self.num_tokens > self.prompt_len
         want &= ~(self.waits & (self.last_sample >= 0))
-        return np.flatnonzero(want)
+        rows: NDArray[np.intp] = want.nonzero()[0]
+        return rows
 
     def prefill_rows(self) -> NDArray[np.intp]:
         """Rows that still have prompt (or recomputed) tokens to compute. Ascending."""
         behind = self.num_tokens - self.num_computed
         want = self.ready & ((behind > 1) | ((behind == 1) & (self.num_tokens <= self.prompt_len)))
-        return np.flatnonzero(want)
+        rows: NDArray[np.intp] = want.nonzero()[0]
+        return rows
 
     def in_order(self, rows: NDArray[np.intp]) -> NDArray[np.intp]:
         """The same rows, the most urgent first."""

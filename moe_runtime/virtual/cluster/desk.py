@@ -62,12 +62,10 @@ class Desk:
         kv_seconds: Callable[[int], float],
         listener: Listener,
         admission: Admission | None,
-        share_hashes: bool,
     ) -> None:
         self.instances: dict[str, Instance] = {}
         self.routers, self._clock, self._network = routers, clock, network
         self._kv_seconds, self._listener, self._admission = kv_seconds, listener, admission
-        self._share_hashes = share_hashes
         self._entry = "unified" if "unified" in routers else "prefill"
         self._requests = Requests()
         self._tracks: dict[int, Track] = {}
@@ -219,11 +217,7 @@ class Desk:
                 self._release(track)
                 self._end(track, FinishReason.ERROR, str(refusal), output=1, last=self._clock.now)
                 return
-        before = event.sequence
         track.sequence = make_virtual_sequence(track.request, transferred=True)
-        if self._share_hashes:
-            track.sequence.block_keys = before.block_keys
-            track.sequence.prefix_hash = before.prefix_hash
         track.decode_instance, _ = track.place = self._target(track, "decode")
         self._submit(track)
 

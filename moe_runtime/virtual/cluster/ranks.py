@@ -14,6 +14,7 @@ from moe_runtime.engine.agree import StepDecision
 from moe_runtime.scheduler.counted import Counted, CountedScheduler
 from moe_runtime.scheduler.scheduler import SchedulerLimits, TokenEvent
 from moe_runtime.scheduler.sequences import Sequence, State
+from moe_runtime.virtual.cluster.requests import VirtualScheduler
 
 I64 = NDArray[np.int64]
 NEVER = 1 << 62
@@ -47,7 +48,7 @@ class Ranks:
     """
 
     def __init__(self, limits: SchedulerLimits, count: int, *, depth: int, lazy: bool = True) -> None:
-        self._ranks = [Rank(CountedScheduler(limits, depth=depth)) for _ in range(count)]
+        self._ranks = [Rank(VirtualScheduler(limits, depth=depth)) for _ in range(count)]
         self._depth, self._lazy, self._size = depth, lazy, limits.block_tokens
         self._due_R: I64 = np.full(count, NEVER, np.int64)
         self._needs_BR: I64 = np.zeros((limits.block_tokens, count), np.int64)
@@ -86,7 +87,7 @@ class Ranks:
         """Ranks in which something may change say what they could run: `decode_R` and `prefill_R`."""
         self._full, self.started, self.seconds = [], [], []
         self._of_turn[:] = 0
-        for rank in np.flatnonzero(self._due_R <= step).tolist() if self._lazy else range(len(self)):
+        for rank in (self._due_R <= step).nonzero()[0].tolist() if self._lazy else range(len(self)):
             self._pay(rank, step)
             self._look(rank, step)
 

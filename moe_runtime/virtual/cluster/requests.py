@@ -1,6 +1,7 @@
 """Requests of a virtual cluster: what a trace says of them, and tokens that exist only where somebody looks.
 
-Equal hash ids mean equal tokens, as in a replay; which tokens does not matter. Generated tokens are 0.
+Equal hash ids mean equal tokens, as in a replay; which tokens does not matter. Generated tokens are 0 where
+somebody looks, but those of a request are found in no other's prefix.
 """
 
 from collections.abc import Sequence as Items
@@ -10,6 +11,8 @@ from typing import cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.scheduler.counted import CountedScheduler
+from moe_runtime.scheduler.prefix import PrefixCache
 from moe_runtime.scheduler.sequences import Sequence
 from moe_runtime.spec.requests import Request, SamplingParams
 
@@ -41,13 +44,17 @@ class Tokens:
     """Token ids of a prompt and of what is generated after it, made when they are read.
 
     Stands for the int32 arrays of requests and sequences. Reading a slice makes an array; writing a
-    generated token changes nothing.
+    generated token changes nothing. `chains` names, for each block of the prompt, all ids up to it; without
+    them the prompt shares nothing.
     """
 
-    __slots__ = ("_block", "_ids", "_length", "_prompt")
+    __slots__ = ("_block", "_chains", "_ids", "_length", "_prompt", "_request")
 
-    def __init__(self, ids: Items[int], block: float, prompt: int, length: int) -> None:
-        self._ids, self._block, self._prompt, self._length = ids, block, prompt, length
+    def __init__(
+        self, request: int, ids: Items[int], chains: Items[int], block: float, prompt: int, length: int
+    ) -> None:
+        self._request, self._ids, self._chains, self._block = request, ids, chains, block
+        self._prompt, self._length = prompt, length
 
     def __len__(self) -> int:
         return self._length
@@ -79,7 +86,14 @@ class Tokens:
 
     def with_output(self, count: int) -> "Tokens":
         """The prompt and `count` tokens after it."""
-        return Tokens(self._ids, self._block, self._prompt, self._prompt + count)
+        length = self._prompt + count
+        return Tokens(self._request, self._ids, self._chains, self._block, self._prompt, length)
+
+    def key(self, end: int) -> int:
+        """Names the first `end` tokens: equal for two requests where the tokens are, else not."""
+        if end > self._prompt or not self._chains:
+            return self._request << 32 | end
+        return -(self._chains[self._id_at(end - 1)] << 32 | end)
 
     def _id_at(self, place: int) -> int:
         # Blocks may be fractional, and rounding may add a token after the last one.
@@ -100,6 +114,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._token_of: dict[int, int] = {}
+        self._chain_of: dict[tuple[int, float], int] = {}
 
     def request(self, virtual: VirtualRequest) -> Request:
         """The request, its prompt made of tokens that are never stored."""
@@ -107,9 +122,46 @@ class Requests:
         block, length = virtual.block_tokens, virtual.input_length
         if not ids:
             ids, block = (OWN + virtual.index,), float(max(1, length))
-        prompt = cast("list[int]", Tokens(ids, block, length, length))
+        tokens = Tokens(virtual.index, ids, self._chains(virtual), block, length, length)
+        prompt = cast("list[int]", tokens)
         sampling = SamplingParams(max_tokens=virtual.output_length, ignore_eos=True)
         return Request(id=virtual.index, prompt=prompt, sampling=sampling)
+
+    def _chains(self, virtual: VirtualRequest) -> list[int]:
+        """A number for every beginning of the hash ids, the same for equal ones of equally large blocks."""
+        chain, chains, known = self._chain((-1, virtual.block_tokens)), [], self._chain_of
+        for hash_id in virtual.hash_ids:
+            chain = known.get((chain, hash_id)) or self._chain((chain, hash_id))
+            chains.append(chain)
+        return chains
+
+    def _chain(self, link: tuple[int, float]) -> int:
+        return self._chain_of.setdefault(link, len(self._chain_of) + 1)
+
+
+class VirtualPrefix(PrefixCache):
+    """Finds what a PrefixCache would, by the tokens' own names instead of hashes of them."""
+
+    def find(self, sequence: Sequence) -> list[int]:
+        if not self.enabled:
+            return []
+        tokens, unit = cast("Tokens", sequence.tokens), self.unit_tokens
+        return self._pool.find(tokens.key(end) for end in range(unit, sequence.num_known, unit))
+
+    def keep(self, sequence: Sequence, blocks: I32, num_computed: int) -> None:
+        complete = min(num_computed, sequence.num_known)
+        if complete < sequence.keep_at:
+            return
+        tokens, unit, end = cast("Tokens", sequence.tokens), self.unit_tokens, complete // self.unit_tokens
+        for index in range(sequence.kept_blocks, end):
+            self._pool.keep(int(blocks[index]), tokens.key((index + 1) * unit))
+        self.admitted(sequence, end)
+
+
+class VirtualScheduler(CountedScheduler):
+    """A CountedScheduler of virtual requests; a block is hashed by itself."""
+
+    prefix_type = VirtualPrefix
 
 
 def make_virtual_sequence(request: Request, *, handoff: bool = False, transferred: bool = False) -> Sequence:

@@ -39,7 +39,6 @@ class Cluster:
         _check(plan, events)
         self.clock, self.network = Clock(), Network()
         self._fast_forward = fast_forward
-        hashed = {(d.kv_cache.block_tokens, d.kv_cache.prefix_cache) for d in plan.deployments}
         self.desk = Desk(
             routers={d.name: _router(plan, d, bounded=admission is not None) for d in plan.deployments},
             clock=self.clock,
@@ -47,7 +46,6 @@ class Cluster:
             kv_seconds=kv_seconds,
             listener=listener,
             admission=None if admission is None else Admission(admission),
-            share_hashes=len(hashed) == 1,
         )
         for one in plan.instances:
             self.desk.instances[one.name] = self._instance(plan, model, one, times, listener)
