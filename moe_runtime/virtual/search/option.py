@@ -80,7 +80,7 @@ class Option:
     tpot     seconds a token of one user; 0 in prefill
     chunks   steps that a prompt takes (prefill, unified)
     budget   of a rank, with the KV blocks that the sequences need
-    blocks   KV blocks that fit, at least what they need
+    blocks   KV blocks that they need
     """
 
     choice: Choice

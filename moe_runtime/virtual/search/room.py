@@ -14,11 +14,13 @@ from moe_runtime.plan.resolve import effective_values
 from moe_runtime.plan.schema import Plan
 from moe_runtime.plan.validate import plan_limits
 from moe_runtime.spec.bytes import attention_weight_bytes, draft_bytes, slot_bytes
+from moe_runtime.spec.kv import INDEX_MASK
 from moe_runtime.spec.model import GqaSpec
 from moe_runtime.virtual.search.option import Choice
 from moe_runtime.virtual.search.query import Query
 
 BLOCK_TOKENS = 64
+MOST_BLOCKS = INDEX_MASK
 FREE = 0.06
 """Share of a device's memory that stays free: contexts of driver and libraries, graphs, fragments."""
 
@@ -30,17 +32,35 @@ class Room:
     cluster: EffectiveCluster
     deployment: EffectiveDeployment
     budget: MemoryBudget
-    blocks: int
+
+    @property
+    def blocks(self) -> int:
+        return self.deployment.kv_cache.blocks
 
 
 def room(query: Query, choice: Choice, kv_tokens: float) -> Room | str:
     """Room for a choice whose groups keep `kv_tokens` tokens in the cache, or what stands against it."""
-    needed = max(1, math.ceil(kv_tokens / BLOCK_TOKENS))
+    return _room(query, choice, max(1, math.ceil(kv_tokens / BLOCK_TOKENS)))
+
+
+def most_blocks(query: Query, choice: Choice, blocks: int) -> int:
+    """The most KV blocks that fit, at least the `blocks` that are known to."""
+    low, high = blocks, min(2 * blocks, MOST_BLOCKS)
+    while low < high and not isinstance(_room(query, choice, high), str):
+        low, high = high, min(2 * high, MOST_BLOCKS)
+    while high - low > 1:
+        middle = (low + high) // 2
+        fits = not isinstance(_room(query, choice, middle), str)
+        low, high = (middle, high) if fits else (low, middle)
+    return low
+
+
+def _room(query: Query, choice: Choice, blocks: int) -> Room | str:
     plan = Plan.model_validate(
         {
             "model": {"path": query.name},
             "cluster": cluster_section(query, choice.ranks),
-            "deployments": {"unified": deployment_section(query, choice, needed)},
+            "deployments": {"unified": deployment_section(query, choice, blocks)},
         }
     )
     effective = effective_values(plan, query.model)
@@ -53,8 +73,7 @@ def room(query: Query, choice: Choice, kv_tokens: float) -> Room | str:
     if free < 0:
         name, size = max(budget.terms, key=lambda term: term[1])
         return f"memory: {budget.total / 2**30:.0f} GiB a rank, {name} {size / 2**30:.0f} GiB"
-    more = int(free / (budget.kv_cache / needed) * 0.9)  # the workspace may grow with the cache
-    return Room(effective.cluster, deployment, budget, needed + more)
+    return Room(effective.cluster, deployment, budget)
 
 
 def cluster_section(query: Query, ranks: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import yaml
 from moe_runtime.virtual.search.candidate import Candidate
 from moe_runtime.virtual.search.option import Option
 from moe_runtime.virtual.search.query import Query
-from moe_runtime.virtual.search.room import cluster_section, deployment_section
+from moe_runtime.virtual.search.room import cluster_section, deployment_section, most_blocks
 
 WIDTH = 110
 
@@ -15,7 +15,7 @@ WIDTH = 110
 def plan_text(
     query: Query, candidate: Candidate, *, about: tuple[str, ...], loads: dict[str, str] | None = None
 ) -> str:
-    """YAML of a candidate that plans of this version can say.
+    """YAML of a candidate that plans of this version can say. Memory that is left goes to the caches.
 
     `about` are lines of its heading; `loads`, by deployment, the file of expert loads that its placement is
     solved for, relative to the plan.
@@ -43,7 +43,8 @@ def plan_text(
 
 
 def _deployment(query: Query, option: Option, copies: int) -> dict[str, Any]:
-    section = {"instances": copies, **deployment_section(query, option.choice, option.blocks)}
+    blocks = most_blocks(query, option.choice, option.blocks)
+    section = {"instances": copies, **deployment_section(query, option.choice, blocks)}
     if section["dispatch"] == {"backend": "local"}:
         del section["dispatch"]
     return section

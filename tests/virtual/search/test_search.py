@@ -1,0 +1,190 @@
+"""The search against brute force, its invariants, and what better machines must not make worse."""
+
+from dataclasses import replace
+
+import pytest
+
+from moe_runtime.errors import InputError
+from moe_runtime.virtual.search.candidate import Candidate, candidates, first_token, order
+from moe_runtime.virtual.search.evaluate import Evaluator
+from moe_runtime.virtual.search.explain import account
+from moe_runtime.virtual.search.option import Choice, Option
+from moe_runtime.virtual.search.room import FREE
+from moe_runtime.virtual.search.search import PHASES, Found, Ladders, search
+from moe_runtime.virtual.search.space import degrees, instances, redundancies
+from moe_runtime.virtual.search.what_if import again, changed
+from tests.virtual.search.queries import narrow, query
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(narrow())
+
+
+@pytest.fixture(scope="module")
+def ladders() -> dict[str, Ladders]:
+    evaluator = Evaluator(narrow())
+    return {phase: Ladders(evaluator, phase) for phase in PHASES}
+
+
+def test_the_winner_is_what_brute_force_finds(found: Found, ladders: dict[str, Ladders]):
+    """All options, none dropped, all numbers of instances, fewer than fit included; rates by hand."""
+    asked, best = found.query, 0.0
+    work, promise = asked.workload, asked.objectives
+    for option in ladders["unified"].options():
+        if option.tpot <= promise.tpot and first_token(option, work, promise.utilisation) <= promise.ttft:
+            best = max(best, asked.ranks // option.choice.ranks * option.rate)
+    for p in ladders["prefill"].options():
+        for d in ladders["decode"].options():
+            if d.tpot > promise.tpot:
+                continue
+            for n in range(1, asked.ranks // p.choice.ranks + 1):
+                left = asked.ranks - n * p.choice.ranks
+                if n * p.choice.ranks % min(d.choice.ranks, asked.ranks_per_node):
+                    continue
+                for m in range(1, left // d.choice.ranks + 1):
+                    rate = min(n * p.rate * promise.utilisation, m * d.rate)
+                    if rate > best and first_token(p, work, rate / (n * p.rate)) <= promise.ttft:
+                        best = rate
+    assert found.winner.throughput == pytest.approx(best * work.output / asked.nodes)
+
+
+def test_the_winner_is_on_the_front_and_meets_what_was_asked(found: Found):
+    assert found.winner in found.front
+    assert found.winner.meets(found.query.objectives)
+    assert found.plan is not None
+    assert found.plan.written
+    for faster, slower in zip(found.front[1:], found.front, strict=False):
+        assert faster.throughput <= slower.throughput
+        assert faster.tpot < slower.tpot
+
+
+def test_rates_match_and_nothing_is_busier_than_allowed(ladders: dict[str, Ladders]):
+    asked = narrow()
+    pools = [ladders[phase].options()[::9] for phase in PHASES]
+    count = 0
+    for c in candidates(asked, *pools):
+        count += 1
+        assert c.ranks <= asked.ranks
+        assert max(c.busy) <= 1 + 1e-12
+        if c.prefill is not None:
+            assert c.busy[0] <= asked.objectives.utilisation + 1e-12
+            assert c.rate == pytest.approx(c.copies[0] * c.prefill.rate * c.busy[0])
+            assert c.rate == pytest.approx(c.copies[1] * c.decode.rate * c.busy[1])
+    assert count > 50
+
+
+def test_memory_and_rounds_are_respected(ladders: dict[str, Ladders]):
+    room = (1 - FREE) * narrow().machine.hardware.memory_bytes
+    options = [option for phase in PHASES for option in ladders[phase].options()]
+    assert {o.choice.group for o in options} >= {1, 2, 4, 8, 16}
+    for option in options:
+        assert option.budget.total <= room
+        if option.choice.phase == "decode" and not option.choice.whole and option.choice.ranks > 1:
+            assert option.choice.sequences / option.choice.micro_batches <= 252
+
+
+def test_the_account_sums_to_all_time(found: Found):
+    for candidate in (found.winner, *found.rivals.values()):
+        shares = account(found.query, candidate)
+        whole = found.query.ranks / (candidate.throughput * found.query.nodes)
+        assert sum(s.seconds for s in shares) == pytest.approx(whole)
+        assert all(s.seconds >= -1e-12 for s in shares)
+
+
+def test_rivals_are_worse_for_a_reason(found: Found):
+    assert found.rivals
+    for candidate in found.rivals.values():
+        assert order(candidate) > order(found.winner)
+    assert set(found.stops) == {"prefill", "decode"}
+    assert all(found.stops.values())
+
+
+def test_the_same_query_gives_the_same(found: Found):
+    assert search(narrow()) == found
+
+
+@pytest.mark.parametrize(
+    "change", ["hardware.memory_bandwidth=x1.3", "hardware.memory_bytes=x1.2", "hardware.rdma_bandwidth=x2"]
+)
+def test_a_better_machine_never_serves_less(found: Found, change: str):
+    better = changed(found.query, change)
+    assert search(better).winner.throughput >= found.winner.throughput * (1 - 1e-9)
+    same = again(better, found.winner)
+    assert isinstance(same, Candidate)
+    assert same.throughput >= found.winner.throughput * (1 - 1e-9)
+    assert same.tpot <= found.winner.tpot * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("change", ["tpot=60ms", "ttft=4s"])
+def test_looser_objectives_never_serve_less(found: Found, change: str):
+    assert search(changed(found.query, change)).winner.throughput >= found.winner.throughput
+
+
+def test_a_plan_under_the_query_it_was_found_for_is_the_same(found: Found):
+    assert again(found.query, found.winner) == found.winner
+    smaller = again(replace(found.query, nodes=1), found.winner)
+    assert smaller == "does not fit 8 ranks"
+    tight = again(changed(found.query, "hardware.memory_bytes=x0.5"), found.winner)
+    assert isinstance(tight, str)
+    assert "memory" in tight
+
+
+def test_time_to_the_first_token_grows_with_the_load(ladders: dict[str, Ladders]):
+    option, work = ladders["prefill"].options()[0], narrow().workload
+    seconds = [first_token(option, work, busy) for busy in (0.0, 0.2, 0.5, 0.8, 0.95)]
+    assert seconds == sorted(seconds)
+    assert seconds[0] == pytest.approx((0.9 + option.chunks) * option.step)
+    uneven = replace(work, variation=2.0)
+    assert first_token(option, uneven, 0.8) > first_token(option, work, 0.8)
+
+
+def test_drafts_pay_in_rate_and_are_not_written():
+    asked = query(workload="input=1200,output=500,acceptance=0.8")
+    evaluator = Evaluator(asked)
+    plain = Choice(phase="decode", ranks=16, redundant=0, sequences=32, max_tokens=64)
+    without = evaluator.option(plain)
+    drafted = evaluator.option(replace(plain, queries=2))
+    assert isinstance(without, Option)
+    assert isinstance(drafted, Option)
+    assert without.rate < drafted.rate < 1.8 * without.rate
+    assert drafted.budget.total > without.budget.total
+    assert not drafted.choice.written
+
+
+def test_degrees_and_redundancies_leave_no_slot_empty():
+    asked = query(nodes=12)
+    assert list(degrees(asked))[:5] == [1, 2, 4, 8, 16]
+    assert max(degrees(asked)) == 96
+    for ranks in degrees(asked):
+        for redundant in redundancies(asked, ranks):
+            assert (256 + redundant) % ranks == 0
+    assert {c.ranks for c in instances(asked, "decode") if c.whole} == {2, 4, 8, 16, 32, 64}
+
+
+def test_a_rack_that_is_one_scale_up_domain_uses_its_own_transport():
+    rack = query(hardware="gb200-nvl72", nodes=4)
+    assert rack.ranks_per_node == 4
+    option = Evaluator(rack).option(
+        Choice(phase="decode", ranks=16, redundant=0, sequences=128, max_tokens=128)
+    )
+    assert isinstance(option, Option)
+
+
+def test_what_does_not_fit_or_cannot_be_met_is_said():
+    with pytest.raises(
+        InputError, match=r"no plan fits 1 nodes of 8 h100-sxm; the least needed: memory: \d+ GiB"
+    ):
+        search(narrow(hardware="h100-sxm", nodes=1))
+    with pytest.raises(InputError, match=r"no plan meets .*the shortest TPOT \d+\.\d ms"):
+        search(narrow(nodes=1, slo="ttft=2s,tpot=1ms"))
+
+
+def test_balancing_off_is_worse():
+    asked = query()
+    on, off = Evaluator(asked), Evaluator(replace(asked, balanced=False))
+    choice = Choice(phase="decode", ranks=16, redundant=32, sequences=64, max_tokens=64)
+    better, worse = on.option(choice), off.option(choice)
+    assert isinstance(better, Option)
+    assert isinstance(worse, Option)
+    assert worse.rate < 0.9 * better.rate
