@@ -129,11 +129,11 @@ class Collector:
         self.outcomes.append(
             RequestOutcome(
                 index=end.index,
-                scheduled_arrival=end.arrival,
-                sent=end.arrival,
-                first_token=end.first_token,
-                second_token=end.second_token,
-                last_token=end.last_token,
+                scheduled_arrival=float(end.arrival),
+                sent=float(end.arrival),
+                first_token=_float(end.first_token),
+                second_token=_float(end.second_token),
+                last_token=_float(end.last_token),
                 num_tokens=end.output_tokens,
                 prompt_tokens=end.prompt_tokens,
                 cached_tokens=end.cached_tokens,
@@ -175,6 +175,11 @@ class Collector:
                 *map(cost.bounds.__getitem__, BOUNDS),
             )
         )
+
+
+def _float(time: float | None) -> float | None:
+    """Not a number of numpy, which JSON does not know."""
+    return None if time is None else float(time)
 
 
 def _cut(run: StepRun, before: int, block_tokens: int) -> tuple[StepRun, StepRun]:

@@ -36,11 +36,11 @@ def rebalance(instance: str, at: float, before: Prepared, after: Prepared) -> Re
     paced = before.deployment.balancing.bytes_per_step
     stage, commit = [0.0], 0.0
     for one in layers:
-        leaving = np.bincount(one.source_M // slots).max() * size
+        leaving = int(np.bincount(one.source_M // slots).max()) * size
         stage.append(
             max(rebalance_seconds(before.cost.links, one, slots), (math.ceil(leaving / paced) - 1) * shortest)
         )
-        coming = np.bincount(one.slot_M // slots).max() * size
+        coming = int(np.bincount(one.slot_M // slots).max()) * size
         commit = max(commit, 2 * coming / HARDWARE[before.cost.setting.machine].memory_bandwidth)
     return Rebalance(
         instance=instance,

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import msgspec
 import pytest
 
 from moe_runtime.errors import InputError
@@ -49,6 +50,7 @@ def simulated(plan, arrivals, scripted=(), choice=SKEWED):
     assert len(heard) == len(arrivals)
     report = report_on(facts_of(plan), done.evidence)
     assert done.end >= arrivals[-1].at
+    msgspec.json.encode(report)  # numbers of Python, not of numpy
     return report
 
 
