@@ -188,7 +188,12 @@ def assemble(
         loaded.collectives.where = clock
         exchange = TracedExchange(exchange, loaded.collectives)
     scheduler = Scheduler(
-        scheduler_limits(deployment, max_positions=flight.model.max_positions, model=loaded.layout.model)
+        scheduler_limits(
+            deployment,
+            max_positions=flight.model.max_positions,
+            model=loaded.layout.model,
+            reuse_pulled=True,
+        )
     )
     return RankEngine(
         desk=_desk(flight, loaded, cards, scheduler, clock),

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from moe_runtime.engine.balancing.desk import ExpertDesk
@@ -74,6 +75,13 @@ class _Pulling:
     sequence: Sequence
     pull: Pull
     source: KVSource
+
+
+class _NothingToPull:
+    """All is here already: the pull ends when it is first asked about."""
+
+    def poll(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +152,8 @@ class RequestDesk:
             if not sequence.transferred:
                 self._starts[sequence.request.id] = Start(sequence.cached_tokens, waited)
         for sequence in self.scheduler.take_started_pulls():
-            assert self.transport is not None
             source = self._sources.pop(sequence.request.id)
-            table = self.scheduler.table
-            blocks = table.blocks[sequence.row, : table.num_blocks[sequence.row]]
-            self._pulls.append(_Pulling(sequence, self.transport.start_pull(source, blocks), source))
+            self._pulls.append(_Pulling(sequence, self._start_pull(sequence, source), source))
 
     @property
     def has_work(self) -> bool:
@@ -341,6 +346,20 @@ class RequestDesk:
 
     def _address(self, source: KVSource) -> str:
         return self.identity.addresses[source.instance, source.rank]
+
+    def _start_pull(self, sequence: Sequence, source: KVSource) -> Pull:
+        """Fetch what the prefix cache does not have of the sequence's KV."""
+        assert self.transport is not None
+        table, here = self.scheduler.table, sequence.kept_blocks
+        there = [blocks[here:] for blocks in source.blocks]
+        reused = min(here * self.scheduler.limits.block_tokens, source.num_tokens)
+        self.tally.reused_tokens += reused
+        self.tally.pulled_tokens += source.num_tokens - reused
+        if not any(there):
+            return _NothingToPull()
+        blocks = table.blocks[sequence.row, here : table.num_blocks[sequence.row]]
+        rest = msgspec.structs.replace(source, num_tokens=source.num_tokens - reused, blocks=there)
+        return self.transport.start_pull(rest, blocks)
 
     def _poll_pulls(self) -> None:
         for pulling in list(self._pulls):

@@ -25,9 +25,12 @@ def agree_limits(deployment: EffectiveDeployment) -> AgreeLimits:
 
 
 def scheduler_limits(
-    deployment: EffectiveDeployment, *, max_positions: int, model: str = ""
+    deployment: EffectiveDeployment, *, max_positions: int, model: str = "", reuse_pulled: bool = False
 ) -> SchedulerLimits:
-    """One rank's; `model` tells apart models whose KV must not be mixed up."""
+    """One rank's; `model` tells apart models whose KV must not be mixed up.
+
+    `reuse_pulled`: whoever fetches KV leaves out what the prefix cache has.
+    """
     s, kv = deployment.scheduler, deployment.kv_cache
     return SchedulerLimits(
         max_batch_tokens=s.max_batch_tokens,
@@ -37,6 +40,7 @@ def scheduler_limits(
         num_blocks=kv.blocks,
         max_positions=max_positions,
         prefix_cache=kv.prefix_cache,
+        reuse_pulled=reuse_pulled,
         model=model,
     )
 

@@ -190,6 +190,8 @@ class RankTotals(msgspec.Struct, frozen=True, kw_only=True):
     cached_prefill_tokens  prompt tokens found in this rank's prefix cache
     recomputed_tokens      prefill rows run again after a preemption or a failed pull
     output_tokens          tokens sent to frontends
+    pulled_tokens          prompt tokens whose KV was asked of the rank that ran them
+    reused_tokens          those of sequences prefilled elsewhere whose KV was in this rank's prefix cache
     step_fill              sum over the steps of: rows of all ranks / (ranks x rows of the fullest)
     received_rows          per MoE layer, (token, expert) pairs that this rank's slots received
     rows_histogram         steps by rows: entry i counts those of at most ROWS_BUCKETS[i], the last the rest
@@ -206,6 +208,8 @@ class RankTotals(msgspec.Struct, frozen=True, kw_only=True):
     cached_prefill_tokens: int = 0
     recomputed_tokens: int = 0
     output_tokens: int = 0
+    pulled_tokens: int = 0
+    reused_tokens: int = 0
     preemptions: int = 0
     step_fill: float = 0.0
     received_rows: list[int] = []

@@ -27,7 +27,7 @@ class Tally:
         self._received = np.zeros(num_moe_layers, np.int64)
         self._histogram = [0] * (len(ROWS_BUCKETS) + 1)
         self._modes, self._reasons = [0] * len(DISPATCH_MODES), [0] * len(OVERLAP_REASONS)
-        self.output_tokens = 0
+        self.output_tokens = self.pulled_tokens = self.reused_tokens = 0
         self.chunk_tokens = 0
 
     def add(self, row: dict[str, Any], *, step_fill: float, chunk_tokens: int) -> None:
@@ -61,6 +61,8 @@ class Tally:
             cached_prefill_tokens=self._cached,
             recomputed_tokens=self._recomputed,
             output_tokens=self.output_tokens,
+            pulled_tokens=self.pulled_tokens,
+            reused_tokens=self.reused_tokens,
             preemptions=self._preemptions,
             step_fill=self._fill,
             received_rows=self._received.tolist(),

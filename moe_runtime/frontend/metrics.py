@@ -165,6 +165,14 @@ def _counters(views: list[RankView]) -> Iterator[Metric]:
         for kind in KINDS:
             tokens.add_metric([*_labels(view), kind], tokens_of(view.status.totals, kind))
     yield tokens
+    moved = CounterMetricFamily(
+        f"{PREFIX}_handed_over_tokens", "Prompt tokens prefilled elsewhere", labels=[*_RANK, "kv"]
+    )
+    for view in views:
+        totals = view.status.totals
+        moved.add_metric([*_labels(view), "pulled"], totals.pulled_tokens)
+        moved.add_metric([*_labels(view), "reused"], totals.reused_tokens)
+    yield moved
     for name, help_text, label, kinds, attribute in (
         ("step_phase_seconds", "Wall seconds of steps by phase", "phase", PHASES, "phase_seconds"),
         ("steps_by_dispatch_mode", "Steps by how rows travelled", "mode", DISPATCH_MODES, "dispatch_modes"),

@@ -156,17 +156,24 @@ class Router:
 
 
 def role_router(
-    role: str, targets: list[Target], *, kv_tokens: int, max_sequences: int, bounded: bool
+    role: str,
+    targets: list[Target],
+    *,
+    kv_tokens: int,
+    max_sequences: int,
+    bounded: bool,
+    decode_affinity: bool = False,
 ) -> Router:
     """The router of one role, whose ranks are alike; `bounded`: no rank is sent more than it may promise.
 
-    Decode ranks get prompts with their KV, so who has seen a prefix before does not matter there.
+    Decode ranks get prompts with their KV, so who has seen a prefix before matters there only if they do
+    not fetch what they have (`decode_affinity`).
     """
     room = room_of(role, kv_tokens=kv_tokens, max_sequences=max_sequences)
     return Router(
         targets,
         kv_tokens=kv_tokens,
-        affinity_tokens=0 if role == "decode" else AFFINITY_TOKENS,
+        affinity_tokens=0 if role == "decode" and not decode_affinity else AFFINITY_TOKENS,
         most_tokens=room.tokens if bounded else None,
         most_requests=room.requests if bounded else None,
     )

@@ -85,9 +85,12 @@ class FakePull:
 @dataclass
 class FakeTransport:
     pulls: list[FakePull] = field(default_factory=list)
+    sources: list[KVSource] = field(default_factory=list)
 
     def start_pull(self, source, blocks) -> FakePull:
         assert len(blocks) * 4 >= source.num_tokens
+        assert len(blocks) >= len(source.blocks[0])
+        self.sources.append(source)
         self.pulls.append(FakePull())
         return self.pulls[-1]
 
@@ -136,6 +139,7 @@ class Rank:
                 block_tokens=4,
                 num_blocks=BLOCKS,
                 max_positions=200,
+                reuse_pulled=True,
             )
         )
         name = f"{deployment}-0"
@@ -194,11 +198,11 @@ def request(i: int, length: int = 6, max_tokens: int = 5) -> Request:
     return Request(id=i, prompt=[9] * length, sampling=SamplingParams(max_tokens=max_tokens))
 
 
-def handed_over(i: int, lease: int = 0, length: int = 6) -> SubmitTransferred:
-    source = KVSource(instance="prefill-0", rank=0, lease=lease, num_tokens=length, blocks=[[0, 1]])
-    return SubmitTransferred(
-        request=request(i, length), handoff=Handoff(request=i, first_token=3, source=source)
-    )
+def handed_over(i: int, lease: int = 0, length: int = 6, salt: str = "") -> SubmitTransferred:
+    blocks = [list(range(-(-length // 4)))]
+    source = KVSource(instance="prefill-0", rank=0, lease=lease, num_tokens=length, blocks=blocks)
+    asked = msgspec.structs.replace(request(i, length), cache_salt=salt)
+    return SubmitTransferred(request=asked, handoff=Handoff(request=i, first_token=3, source=source))
 
 
 def test_a_unified_request_gives_all_its_tokens():
@@ -437,3 +441,85 @@ def test_leased_blocks_take_of_the_room_of_a_prefill_rank():
     assert [m.tokens for m in rank.outbox.take(Full)] == [32]
     rank.give(Release(lease=0), bounded(3, 29, 5, handoff=True))
     assert rank.outbox.take(Full) == []
+
+
+# -- KV that a decode rank has already ---------------------------------------------------------------
+
+
+def decoded_before(length: int) -> Rank:
+    """A decode rank that has served a prompt of so many tokens."""
+    rank = Rank("decode")
+    rank.give(handed_over(1, length=length))
+    rank.step()
+    rank.transport.pulls[0].outcome = True
+    rank.give()
+    while rank.scheduler.num_requests:
+        rank.step()
+    rank.outbox.take(Release)
+    return rank
+
+
+def test_only_what_is_not_here_is_pulled():
+    rank = decoded_before(10)
+    rank.give(handed_over(2, lease=5, length=22))
+    rank.step()
+    source = rank.transport.sources[-1]
+    assert (source.lease, source.blocks, source.num_tokens) == (5, [[2, 3, 4, 5]], 14)
+    totals = rank.desk.tally.totals()
+    assert (totals.pulled_tokens, totals.reused_tokens) == (10 + 14, 8)
+    rank.transport.pulls[-1].outcome = True
+    rank.give()
+    assert rank.outbox.take(Release) == [Release(lease=5)]
+    while rank.scheduler.num_requests:
+        rank.step()
+    assert rank.at_baseline()
+
+
+def test_a_prompt_that_is_here_whole_is_not_pulled_and_its_lease_ends():
+    rank = decoded_before(8)
+    rank.give(handed_over(2, lease=5, length=8))
+    rank.step()
+    assert len(rank.transport.pulls) == 1
+    assert rank.desk.patience() < 0.01
+    rank.give()
+    assert rank.outbox.take(Release) == [Release(lease=5)]
+    rank.outbox.take(StepTokens)
+    rank.step()
+    assert [t.token for m in rank.outbox.take(StepTokens) for t in m.tokens] == [3]
+    rank.give(Abort(request=2))
+    assert rank.at_baseline()
+
+
+def test_another_salt_shares_nothing():
+    rank = decoded_before(10)
+    rank.give(handed_over(2, length=10, salt="another"))
+    rank.step()
+    assert rank.transport.sources[-1].num_tokens == 10
+
+
+def test_a_failed_pull_leaves_what_is_shared_as_it_is():
+    """Shared blocks are in use by others: only what was to be pulled is computed."""
+    rank = decoded_before(10)
+    rank.give(handed_over(2, length=22))
+    rank.step()
+    row = rank.scheduler.by_request[2].row
+    rank.transport.pulls[-1].outcome = LeaseExpired("over")
+    rank.give()
+    assert rank.scheduler.table.num_computed[row] == 8
+    while rank.scheduler.num_requests:
+        rank.step()
+    assert rank.at_baseline()
+
+
+def test_what_old_weights_computed_is_not_reused_once_they_are_gone():
+    rank = decoded_before(10)
+    rank.give(handed_over(2, length=22))
+    rank.step()
+    row = rank.scheduler.by_request[2].row
+    rank.scheduler.forget_kv()
+    rank.transport.pulls[-1].outcome = True
+    rank.give()
+    assert rank.scheduler.table.num_computed[row] == 0
+    while rank.scheduler.num_requests:
+        rank.step()
+    assert rank.at_baseline()

@@ -77,6 +77,11 @@ def test_cached_prefixes_change_no_token_and_are_counted_once(tmp_path, checkpoi
     assert sum(t.cached_prefill_tokens for t in totals) == cached
     assert sum(t.new_prefill_tokens for t in totals) + cached == 2 * sum(map(len, asked))
     assert sum(t.output_tokens for t in totals) == 2 * len(asked) * MAX_TOKENS
+    if name == "split":
+        # The second time a decode rank has all complete blocks of a prompt, and fetches the rest of it.
+        decode = statuses["decode"].totals
+        assert decode.pulled_tokens + decode.reused_tokens == 2 * sum(map(len, asked))
+        assert decode.reused_tokens >= sum(len(p) // 16 * 16 for p in asked)
 
 
 async def _with_statuses(engines, bootstrap, work):

@@ -24,6 +24,7 @@ def limits(*, blocks: int, rows: int, prefix: int) -> SchedulerLimits:
         max_positions=64,
         prefix_cache=prefix > 0,
         prefix_tokens=prefix,
+        reuse_pulled=prefix == 8,
     )
 
 
