@@ -66,7 +66,7 @@ class Run:
 
     def word(self, *path: Key) -> Html:
         """A text of the report, such as a name; its direction cannot spill over."""
-        return el("bdi", str(self.value(*path)), **self.marks(*path))
+        return self.figure(*path, tag="bdi")
 
 
 def make_runs(reports: Sequence[tuple[str, Report]]) -> tuple[Run, ...]:

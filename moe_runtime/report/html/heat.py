@@ -1,12 +1,12 @@
 """A heat map: load of every rank over the mean of its layer, a row per layer, a column per rank.
 
-Colours stand for fixed bands, so that two maps can be compared. The cells of a band are one path: a map of
-58 layers and 144 ranks has 8,000 of them.
+Colours stand for fixed bands, so that two maps can be compared. What lies in a band is one path: a map of
+58 layers and 144 ranks has 8,000 cells.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from moe_runtime.report.html.axes import LEFT, RIGHT, WIDE, hover, svg, text_at
 from moe_runtime.report.html.markup import Child, Html, Marks, el
@@ -59,13 +59,17 @@ def band(load: float) -> int:
 
 
 def _cells(rows: Sequence[Sequence[float]], wide: float, tall: float) -> list[Html]:
-    # A hair of overlap, or pixels shine through between cells that are drawn between pixels.
-    w, h = place(wide + 0.15), place(tall + 0.15)
+    """A path for each band; neighbours of a row in the same band are one rectangle."""
+    tall_ = place(tall + 0.15)  # a hair of overlap, or pixels shine through between rows
     shapes: dict[int, list[str]] = {}
     for i, row in enumerate(rows):
-        for rank, load in enumerate(row):
-            at = f"M{LEFT + rank * wide:.2f} {i * tall:.2f}h{w}v{h}h-{w}z"
-            shapes.setdefault(band(load), []).append(at)
+        rank = 0
+        for index, group in groupby(map(band, row)):
+            ranks = len(list(group))
+            w = f"{ranks * wide + 0.15:.2f}"
+            at = f"M{LEFT + rank * wide:.2f} {i * tall:.2f}h{w}v{tall_}h-{w}z"
+            shapes.setdefault(index, []).append(at)
+            rank += ranks
     return [el("path", d="".join(d), class_=f"h{index}") for index, d in sorted(shapes.items())]
 
 

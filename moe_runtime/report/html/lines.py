@@ -41,10 +41,16 @@ def track_chart(track: Track) -> Html:
         _band(frame, track.shaded),
         axes(frame, x_unit="min" if minutes else "s", x_scale=60.0 if minutes else 1.0),
     ]
-    for points in _stretches(track, frame):
-        closed = [(points[0][0], frame.bottom), *points, (points[-1][0], frame.bottom)]
-        parts.append(el("path", d=polyline(closed) + "Z", class_=f"area {track.color}"))
-        parts.append(el("path", d=polyline(points), class_=f"line {track.color}"))
+    bottom = place(frame.bottom)
+    for first, values in _stretches(track.values):
+        start = place(frame.x(first * track.seconds))
+        steps = "".join(
+            f"V{place(frame.y(v))}H{place(frame.x((first + i + 1) * track.seconds))}"
+            for i, v in enumerate(values)
+        )
+        parts.append(el("path", d=f"M{start} {bottom}{steps}V{bottom}Z", class_=f"area {track.color}"))
+        top = place(frame.y(values[0]))
+        parts.append(el("path", d=f"M{start} {top}{steps}", class_=f"line {track.color}"))
     for i, (title, marks) in enumerate(zip(track.titles, track.marks, strict=True)):
         left, right = frame.x(i * track.seconds), frame.x((i + 1) * track.seconds)
         parts.append(hover(left, frame.bottom - _TALL, right - left, _TALL, title, **marks))
@@ -65,16 +71,14 @@ def _band(frame: Frame, shaded: tuple[float, float] | None) -> Html | None:
     )
 
 
-def _stretches(track: Track, frame: Frame) -> list[list[tuple[float, float]]]:
-    """Corners of the steps of each stretch without gaps."""
-    found = []
-    for known, group in groupby(enumerate(track.values), key=lambda item: item[1] is not None):
+def _stretches(values: Sequence[float | None]) -> list[tuple[int, list[float]]]:
+    """(index of its first value, values) of each stretch without gaps."""
+    found, first = [], 0
+    for known, group in groupby(values, key=lambda v: v is not None):
+        stretch = [v or 0.0 for v in group]
         if known:
-            corners = []
-            for i, value in group:
-                y = frame.y(value or 0.0)
-                corners += [(frame.x(i * track.seconds), y), (frame.x((i + 1) * track.seconds), y)]
-            found.append(corners)
+            found.append((first, stretch))
+        first += len(stretch)
     return found
 
 

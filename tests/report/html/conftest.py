@@ -7,7 +7,7 @@ import pytest
 
 from moe_runtime.report.build import build_report
 from moe_runtime.report.schema import Report
-from moe_runtime.report.schema_time import Attribution, RankLoads, TimeShare, TimeUse
+from moe_runtime.report.schema_time import Attribution, RankLoads, Simulation, TimeShare, TimeUse
 
 
 @pytest.fixture(scope="session")
@@ -32,5 +32,10 @@ def simulated(measured) -> Report:
         return msgspec.structs.replace(d, phases=(), attribution=attribution, rank_loads=loads)
 
     return msgspec.structs.replace(
-        measured, simulated=True, deployments=tuple(map(change, measured.deployments))
+        measured,
+        simulated=True,
+        simulation=Simulation(balance="recorded", weights="float8_e4m3", events=None, virtual_seconds=100.5),
+        commit=None,
+        machine=msgspec.structs.replace(measured.machine, cpu_model=None, cores=None),
+        deployments=tuple(map(change, measured.deployments)),
     )

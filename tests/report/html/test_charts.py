@@ -82,10 +82,12 @@ def test_a_track_breaks_where_nothing_ran():
     lines = of_class(track_chart(track), "line")
     assert len(lines) == 2
     plot = WIDE - LEFT - RIGHT
-    xs = [float(x) for x in re.findall(r"[ML]([\d.]+) ", lines[0].attributes["d"] or "")]
-    assert xs == pytest.approx([LEFT, LEFT + plot / 4, LEFT + plot / 4, LEFT + plot / 2], abs=0.06)
-    ys = [float(y) for y in re.findall(r" ([\d.]+)", lines[0].attributes["d"] or "")]
-    assert ys[0] == ys[1] > ys[2] == ys[3], "up is more"
+    xs = [float(x) for x in re.findall(r"[MH]([\d.]+)", lines[0].attributes["d"] or "")]
+    assert xs == pytest.approx([LEFT, LEFT + plot / 4, LEFT + plot / 2], abs=0.06)
+    start, *ys = (float(y) for y in re.findall(r"(?: |V)([\d.]+)", lines[0].attributes["d"] or ""))
+    assert start == ys[0] > ys[1], "up is more"
+    xs = [float(x) for x in re.findall(r"[MH]([\d.]+)", lines[1].attributes["d"] or "")]
+    assert xs == pytest.approx([LEFT + 3 * plot / 4, LEFT + plot], abs=0.06)
     (band,) = of_class(track_chart(track), "band")
     assert number_of(band, "x") == pytest.approx(LEFT + plot / 4, abs=0.06)
     assert number_of(band, "width") == pytest.approx(plot / 4, abs=0.06)
@@ -118,13 +120,21 @@ def test_bands(load, band):
     assert heat.band(load) == band
 
 
+CELLS = re.compile(r"M([\d.]+) [\d.]+h([\d.]+)v")
+
+
 def test_every_cell_of_a_map_has_its_colour():
     rows = [[0.1, 1.0, 1.0], [1.0, 3.0, 0.6]]
     svg = heat.heat_map("d", [3, 4], rows, ("deployments", "decode", "rank_loads", "after"), 1)
-    cells = {
-        c: len(re.findall("z", n.attributes["d"] or "")) for n in drawn(svg).find("path") for c in n.classes()
+    wide = (WIDE - LEFT - RIGHT) / 3
+    found = {
+        color: [(round((float(x) - LEFT) / wide), round(float(w) / wide)) for x, w in re.findall(CELLS, path)]
+        for n in drawn(svg).find("path")
+        for color, path in ((n.classes()[0], n.attributes["d"] or ""),)
     }
-    assert cells == {"h0": 1, "h1": 1, "h4": 3, "h9": 1}
+    assert found == {"h0": [(0, 1)], "h4": [(1, 2), (0, 1)], "h9": [(1, 1)], "h1": [(2, 1)]}, (
+        "(first rank, ranks)"
+    )
     hovers = {n.attributes["data-path"]: n.text() for n in of_class(svg, "hover")}
     assert hovers["deployments.decode.rank_loads.after.1.2"] == "layer 4, rank 2: 0.600"
     assert [n.text() for n in of_class(svg, "on")] == ["0.10", "1.00", "1.00", "1.00", "3.00", "0.60"]

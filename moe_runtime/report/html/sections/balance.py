@@ -20,9 +20,10 @@ def balance(runs: Sequence[Run]) -> Html | None:
     text = el(
         "p",
         "Rows that the slots of a rank received over the mean of all ranks, by MoE layer, over the steps of"
-        " the window. A step waits for its most loaded rank. Steps run one by one, and a single step is less"
-        " even than their sum: the balancedness below (mean load / max load, an even layer has one) is of"
-        " steps.",
+        " the window; before balancing with the oldest placement of experts, after it with the newest. Of a"
+        " simulated run: long-run loads, before balancing with the experts in order. A step waits for its"
+        " most loaded rank. Steps run one by one, and a single step is less even than their sum: the"
+        " balancedness below (mean load / max load, an even layer has one) is of steps.",
         class_="dim small",
     )
     return section("balance", "Balance of the ranks", text, heat_legend(), join(parts))

@@ -7,7 +7,7 @@ from moe_runtime.report.html.axes import legend, panel
 from moe_runtime.report.html.bars import stacked_bar
 from moe_runtime.report.html.figures import Format, Key, Run, milliseconds, number, percent
 from moe_runtime.report.html.markup import Html, el, join
-from moe_runtime.report.html.parts import color, of_run, role_names, role_of, section
+from moe_runtime.report.html.parts import of_run, role_names, role_of, section
 from moe_runtime.report.html.tables import fold, name, table
 from moe_runtime.report.schema import Deployment
 
@@ -49,13 +49,31 @@ _CUTS = (
         ("s", number),
     ),
 )
+# What computes, what travels, what waits; a phase and a part of the same kind are alike.
+_COLORS = {
+    "attention": "s0",
+    "compute": "s0",
+    "dense": "s1",
+    "hbm": "s1",
+    "combine": "s2",
+    "experts": "s3",
+    "imbalance": "s4",
+    "waiting": "s4",
+    "dispatch": "s5",
+    "link": "s5",
+    "router": "s6",
+    "routing": "s6",
+    "collective": "s7",
+    "launch": "s8",
+    "other": "s9",
+    "idle": "s10",
+}
 
 
 def time_use(runs: Sequence[Run]) -> Html | None:
-    colors = _colors(runs)
     shown = [(run, d) for role in role_names(runs) for run in runs if (d := role_of(run, role)) is not None]
     charts = [
-        _chart(run, d, cut, of_run(run, runs, f"{d.name}: {cut.title}"), colors)
+        _chart(run, d, cut, of_run(run, runs, f"{d.name}: {cut.title}"))
         for cut in _CUTS
         for run, d in shown
         if _entries(run, d, cut)
@@ -70,28 +88,21 @@ def _entries(run: Run, d: Deployment, cut: _Cut) -> Sequence[dict[str, str | flo
     return run.value("deployments", d.name, *cut.path) or ()
 
 
-def _colors(runs: Sequence[Run]) -> dict[str, str]:
-    """The same colour for the same name on the whole page."""
-    names = dict.fromkeys(
-        str(entry[cut.named])
-        for cut in _CUTS
-        for run in runs
-        for d in run.report.deployments
-        for entry in _entries(run, d, cut)
-    )
-    return {name: color(i) for i, name in enumerate(names)}
+def _color(name: str) -> str:
+    """The same colour for the same thing, on every page."""
+    return _COLORS.get(name, "s9")
 
 
-def _chart(run: Run, d: Deployment, cut: _Cut, title: Html, colors: dict[str, str]) -> Html:
+def _chart(run: Run, d: Deployment, cut: _Cut, title: Html) -> Html:
     at = ("deployments", d.name, *cut.path)
     pieces, rows, key = [], [], []
     for i, entry in enumerate(_entries(run, d, cut)):
         here = (*at, i)
         named, share = str(entry[cut.named]), float(entry["share"])
         said = join([f"{named}: {percent(share)}"])
-        pieces.append((colors[named], share, said, run.marks(*here, "share")))
+        pieces.append((_color(named), share, said, run.marks(*here, "share")))
         key.append(
-            (colors[named], join([run.word(*here, cut.named), " ", run.figure(*here, "share", form=percent)]))
+            (_color(named), join([run.word(*here, cut.named), " ", run.figure(*here, "share", form=percent)]))
         )
         unit, form = cut.shown_seconds
         rows.append(
