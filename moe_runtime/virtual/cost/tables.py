@@ -36,7 +36,7 @@ class RowParts(NamedTuple):
 
 
 class RowTables:
-    """Work by rows; `before_N` and `absorb_N` in seconds, for all ranks at once."""
+    """Work by rows; `first_N`, `before_N` and `absorb_N` in seconds, for all ranks at once."""
 
     def __init__(self, kernels: LayerKernels) -> None:
         self.kernels = kernels
@@ -78,9 +78,9 @@ class RowTables:
 
     def _grow(self, size: int) -> None:
         k, rows_N = self.kernels, np.arange(size, dtype=np.float64)
-        work = k.project(rows_N).plus(
-            k.output(rows_N), k.router(rows_N), k.stream_first(rows_N), k.stream_second(rows_N)
-        )
+        first = k.project(rows_N).plus(k.stream_first(rows_N))
+        work = first.plus(k.output(rows_N), k.router(rows_N), k.stream_second(rows_N))
+        self.first_N: NDArray[np.float64] = np.asarray(first.seconds, np.float64)
         self.before_N: NDArray[np.float64] = np.asarray(work.seconds, np.float64)
         self.absorb_N: NDArray[np.float64] = np.zeros(size) + k.absorb(rows_N).seconds
         self.absorb_N[0] = 0.0
