@@ -81,7 +81,6 @@ class Instance:
     _held_steps: int = 0
     _epoch: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque((0.0, 0.0), maxlen=2))
-    _awaited: set[int] = field(default_factory=set)
     _unobserved: deque[tuple[float, StepDecision, float]] = field(default_factory=deque)
     _slowdowns: list[Slowdown] = field(default_factory=list)
     _rebalances: deque[Rebalance] = field(default_factory=deque)
@@ -141,20 +140,21 @@ class Instance:
     def _turn(self) -> None:
         if self.failed:
             return
-        now = self.clock.now
+        now, ranks = self.clock.now, self.ranks
         self.turns += 1
         for _, message in self._take_inbox():
             message(self.step)
         self._observe(now)
-        self.ranks.propose(self.step)
-        self._await(self.step - 1)
-        for rank, sequence in self.ranks.started:
+        ranks.propose(self.step)
+        for rank, sequence in ranks.started:
             self.desk.fetch(self.name, rank, sequence)
         decision = self._agree(now)
         extra = self._move(decision.move, now)
         if decision.kind is StepKind.FORWARD:
             self._run(decision, extra)
         elif decision.kind is StepKind.FLUSH:
+            self._deliver_at(self._ends[-1], ranks.flush())
+            ranks.finish(self.step)
             self._turn_at(self._ends[-1])
         elif decision.move.moving:
             self._turn_at(now + PAUSE)
@@ -226,7 +226,7 @@ class Instance:
         """Run the agreed step, and as many of the same after it as nothing disturbs."""
         ranks, step, now = self.ranks, self.step, self.clock.now
         begin = max(now, self._ends[-1])
-        ranks.take(step, decision)
+        events = ranks.take(step, decision)
         shape = StepShape(
             decode_sequences_R=ranks.decode_R.astype(np.float64),
             decode_context_R=ranks.context_R.astype(np.float64),
@@ -243,6 +243,7 @@ class Instance:
         if extra:
             cost = lengthened(cost, extra)
         end = begin + cost.seconds
+        self._deliver_at(self._ends[-1] if self.depth else end, events)
         self.step += turns
         self._ends.append(begin + last if turns > 1 else self._ends[-1])
         self._ends.append(end)
@@ -251,8 +252,8 @@ class Instance:
         if self.budget is not None:
             self._unobserved.append((end, decision, cost.seconds))
         ranks.grow(step, turns)
-        self._await(step)
         self._tell(decision, step, turns, begin, cost)
+        ranks.finish(self.step)
         self._turn_at(begin + last if self.depth else end)
 
     def _stretch(
@@ -292,17 +293,15 @@ class Instance:
             )
         )
 
-    def _await(self, step: int) -> None:
-        """Have the samples of the newest step settled when it ends, if any of its ranks waits for that."""
-        if self.ranks.in_flight(step) and step not in self._awaited:
-            self._awaited.add(step)
-            self.clock.at(self._ends[-1], Kind.RESULT, partial(self._results, step))
+    def _deliver_at(self, time: float, events: list[tuple[int, TokenEvent]]) -> None:
+        """Have the desk told at the time when the samples are out."""
+        if events:
+            self.clock.at(time, Kind.RESULT, partial(self._deliver, events))
 
-    def _results(self, step: int) -> None:
-        self._awaited.discard(step)
+    def _deliver(self, events: list[tuple[int, TokenEvent]]) -> None:
         if self.failed:
             return
-        for rank, event in self.ranks.settle(step):
+        for rank, event in events:
             self.desk.token(self.name, rank, event)
 
     def _observe(self, now: float) -> None:

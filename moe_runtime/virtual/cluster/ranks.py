@@ -24,13 +24,15 @@ NEVER = 1 << 62
 class Rank:
     """One rank. Its scheduler stands before step `paid`.
 
-    plain  it owes its steps from `paid` on: all of them are the same
-    fresh  sequences that have one token and run next
+    plain   it owes its steps from `paid` on: all of them are the same
+    flight  the newest step, if it is not settled: at depth 1
+    fresh   sequences that have one token and run next
     """
 
     scheduler: CountedScheduler
     paid: int = 0
     plain: bool = False
+    flight: Counted | None = None
     fresh: list[Sequence] = field(default_factory=list)
 
 
@@ -52,7 +54,6 @@ class Ranks:
         self._depth, self._lazy, self._size = depth, lazy, limits.block_tokens
         self._due_R: I64 = np.full(count, NEVER, np.int64)
         self._needs_BR: I64 = np.zeros((limits.block_tokens, count), np.int64)
-        self._flights: dict[int, dict[int, Counted]] = {}
         self._full: list[int] = []
         self.decode_R, self.prefill_R, self.context_R, self.used_R = _zeros(4, count)
         self._of_turn = _zeros(6, count)
@@ -97,16 +98,43 @@ class Ranks:
             return 1
         return int(min(self._due_R.min() - step, 1 << 30))
 
-    def take(self, step: int, decision: StepDecision) -> None:
-        """Run the agreed step where it changes something."""
+    def take(self, step: int, decision: StepDecision) -> list[tuple[int, TokenEvent]]:
+        """Run the agreed step where it changes something, and settle what this turn settles: events by rank.
+
+        That is this step's samples at depth 0, and those of the step before at depth 1. Nothing happens to a
+        rank between its turns, so they are settled at once; they are known when their step ends.
+        """
         self.prefill_R[:] = 0
+        events: list[tuple[int, TokenEvent]] = []
         for rank in self._full:
-            scheduler = self._ranks[rank].scheduler
-            counted = scheduler.count(decision.token_level, decision.chunk_tokens)
-            self._flights.setdefault(step, {})[rank] = counted
+            r = self._ranks[rank]
+            counted = r.scheduler.count(decision.token_level, decision.chunk_tokens)
             self._note(rank, counted)
-            self._ranks[rank].paid = step + 1
-            self._due_R[rank] = step + 1
+            settled = r.flight if self._depth else counted
+            if settled is not None:
+                events += [(rank, event) for event in r.scheduler.settle(settled)]
+            r.flight = counted if self._depth and len(counted.rows) else None
+            r.paid = step + 1
+        return events
+
+    def flush(self) -> list[tuple[int, TokenEvent]]:
+        """Settle what is in flight where no rank has anything to run: events by rank."""
+        events: list[tuple[int, TokenEvent]] = []
+        for rank in self._full:
+            r = self._ranks[rank]
+            if r.flight is not None:
+                events += [(rank, event) for event in r.scheduler.settle(r.flight)]
+                r.flight = None
+        return events
+
+    def finish(self, step: int) -> None:
+        """The turn is over: ranks that run on as they are now need not be looked at before that ends."""
+        for rank in self._full:
+            r = self._ranks[rank]
+            horizon = r.scheduler.horizon() if self._quiet(r) and not r.fresh else 0
+            self._due_R[rank] = step
+            if horizon:
+                self._run_on(rank, step, horizon)
 
     def grow(self, step: int, turns: int) -> None:
         """The step and `turns` - 1 more of the same are run: contexts are longer, blocks are taken."""
@@ -116,25 +144,15 @@ class Ranks:
         if whole:
             self.used_R += whole * self._needs_BR.sum(axis=0)
 
-    def in_flight(self, step: int) -> bool:
-        """Samples of the step wait to be settled."""
-        return step in self._flights
-
-    def settle(self, step: int) -> list[tuple[int, TokenEvent]]:
-        """The samples of a step are here: events by rank."""
-        events: list[tuple[int, TokenEvent]] = []
-        for rank, counted in self._flights.pop(step, {}).items():
-            scheduler = self._ranks[rank].scheduler
-            events += [(rank, event) for event in scheduler.settle(counted)]
-            self._due_R[rank] = min(self._due_R[rank], step + 1)
-        return events
-
     def known_tokens(self, rank: int, sequence: Sequence, done: int) -> int:
         """Tokens of a sequence that are settled once the first `done` steps are."""
         r = self._ranks[rank]
-        if r.plain and sequence.row >= 0 and sequence.state is State.RUNNING:
-            return int(r.scheduler.table.num_tokens[sequence.row]) + done - r.paid
-        return r.scheduler.known_tokens(sequence)
+        ahead = max(0, r.paid - done)
+        if sequence.row >= 0 and sequence.state is State.RUNNING:
+            owed = done - r.paid if r.plain and not ahead else 0
+            return int(r.scheduler.table.num_tokens[sequence.row]) + owed - ahead
+        known = sequence.num_known
+        return known - min(1, ahead) if sequence.state is State.FINISHED else known
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -143,18 +161,18 @@ class Ranks:
         r = self._ranks[rank]
         if r.plain and step > r.paid:
             counted = r.scheduler.advance(step - r.paid)
-            if self._depth:
-                self._flights.setdefault(step - 1, {})[rank] = counted
+            r.flight = counted if self._depth else None
         r.scheduler.step = step
         r.paid = step
+
+    def _quiet(self, r: Rank) -> bool:
+        """What is in flight has no news for anybody: decode rows have none, a prefill has."""
+        return self._lazy and (r.flight is None or len(r.flight.rows) == r.flight.decode_rows)
 
     def _look(self, rank: int, step: int) -> None:
         """What a rank could run, and for how many steps that will stay so."""
         r = self._ranks[rank]
-        scheduler = r.scheduler
-        flight = self._flights.get(step - 1, {}).get(rank)
-        # A prefill in flight has news for a client when it is settled; decode rows have none.
-        quiet = self._lazy and (flight is None or len(flight.rows) == flight.decode_rows)
+        scheduler, quiet = r.scheduler, self._quiet(r)
         horizon = scheduler.horizon() if quiet else 0
         if not horizon:
             work = scheduler.propose()
@@ -165,27 +183,30 @@ class Ranks:
             horizon = scheduler.horizon() if quiet else 0
         self.seconds += [s for s in r.fresh if s.row >= 0 and s.state is State.RUNNING]
         r.fresh.clear()
-        r.plain = horizon > 0
-        self.used_R[rank] = scheduler.pool.total - scheduler.pool.num_free
-        if r.plain:
-            self.decode_R[rank], self.context_R[rank] = scheduler.decode_load()
-            self.prefill_R[rank] = 0
-            needs_B, taken = scheduler.block_needs()
-            at = step % self._size
-            self._needs_BR[at:, rank] = needs_B[: self._size - at]
-            self._needs_BR[:at, rank] = needs_B[self._size - at :]
-            self.used_R[rank] -= taken
-            self._due_R[rank] = step + horizon
-            if flight is not None:
-                del self._flights[step - 1][rank]
+        if horizon:
+            self._run_on(rank, step, horizon)
             return
+        r.plain = False
+        self.used_R[rank] = scheduler.pool.total - scheduler.pool.num_free
         self._needs_BR[:, rank] = 0
-        if self.decode_R[rank] or self.prefill_R[rank]:
-            _, self.context_R[rank] = scheduler.decode_load()
+        _, self.context_R[rank] = scheduler.decode_load()
+        if self.decode_R[rank] or self.prefill_R[rank] or r.flight is not None:
             self._full.append(rank)
         else:
-            self.context_R[rank] = 0
             self._due_R[rank] = NEVER
+
+    def _run_on(self, rank: int, step: int, horizon: int) -> None:
+        """From this step on the rank owes its steps. What is in flight is settled by paying the first of them."""
+        r = self._ranks[rank]
+        r.plain = True
+        self.decode_R[rank], self.context_R[rank] = r.scheduler.decode_load()
+        self.prefill_R[rank] = 0
+        needs_B, taken = r.scheduler.block_needs()
+        at = step % self._size
+        self._needs_BR[at:, rank] = needs_B[: self._size - at]
+        self._needs_BR[:at, rank] = needs_B[self._size - at :]
+        self.used_R[rank] = r.scheduler.pool.total - r.scheduler.pool.num_free - taken
+        self._due_R[rank] = step + horizon
 
     def _note(self, rank: int, counted: Counted) -> None:
         """Put a step's numbers into the arrays; who has got a first token runs next."""
