@@ -1,5 +1,6 @@
 """RUN.json on disk: written whole or not at all, read strictly; reports of version 1 are read as well."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ from moe_runtime.report.schema import OLDEST_VERSION, SCHEMA_VERSION, Report
 
 _NEW_REASON = "the report is of schema version 1, which had no such field"
 
+# A list of numbers that was indented. No text of JSON has a line break in it.
+_NUMBERS = re.compile(rb"\[\n([^\[\]{}\"]*)\]")
+
 
 class _Head(msgspec.Struct, frozen=True):
     schema_version: int
 
 
 def save_report(path: Path, report: Report) -> None:
-    """Write a report as indented JSON; InputError if the file cannot be written."""
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    """Write a report as indented JSON, lists of numbers on one line; InputError if that cannot be done."""
+    indented = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    write_atomically(path, _NUMBERS.sub(lambda m: b"[" + b" ".join(m[1].split()) + b"]", indented) + b"\n")
 
 
 def load_report(path: Path) -> Report:

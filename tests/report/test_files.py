@@ -31,6 +31,16 @@ def test_a_report_survives_the_disk(saved):
     assert path.read_text().startswith('{\n  "schema_version": 2,')
 
 
+def test_lists_of_numbers_take_one_line_and_texts_are_left_alone(saved, tmp_path):
+    _, report = saved
+    odd = msgspec.structs.replace(report, warnings=("[ 1,\n  2 ]", "[\n 3 ]"), commit="[\n4\n]")
+    save_report(tmp_path / "odd.json", odd)
+    assert load_report(tmp_path / "odd.json") == odd
+    lines = (tmp_path / "odd.json").read_text().splitlines()
+    queue = report.deployments[0].timeline.queue
+    assert f'        "queue": {json.dumps(list(queue))}' in [line.rstrip(",") for line in lines]
+
+
 def test_failed_write_leaves_the_old_report(saved, monkeypatch):
     path, report = saved
     before = path.read_bytes()

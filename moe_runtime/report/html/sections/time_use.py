@@ -121,4 +121,5 @@ def _roofline(run: Run, d: Deployment, runs: Sequence[Run]) -> list[Html]:
         return []
     figure = run.figure("deployments", d.name, "attribution", "total", "roofline", form=percent)
     what = of_run(run, runs, f"{d.name} steps ran at ")
-    return [el("p", what, figure, " of the roofline: their ideal time over the time they took.")]
+    text = " of the roofline: their ideal time over the time they took."
+    return [el("p", what, figure, text, class_="small")]
