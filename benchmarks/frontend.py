@@ -149,7 +149,7 @@ async def run_ours(folder: Path, checkpoint: Path, port: int) -> None:
         limits=ModelLimits(vocab_size=vocabulary.size, longest=LONGEST, longest_prompt=LONGEST),
         max_choices=1,
     )
-    app = make_app(model, service, advice=dict, start_drain=lambda: None)
+    app = make_app(model, service, advice=dict, start_drain=lambda: None, peers=fleet.peers)
     log = Log("plain", lambda line: None, {})
     watch = asyncio.create_task(service.watch_deadlines())
     await serve(Gate(app, keys=(), admin_keys=(), max_body_bytes=1 << 20, log=log), port)

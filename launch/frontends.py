@@ -43,12 +43,10 @@ class Frontends:
         """Run the command line `argv` once more per listener, or once; each gets its listener."""
         ranks = rank_addresses(flight, session)
         count = max(1, len(listeners))
-        for number in range(count):
+        addresses = [ipc_address(session, f"frontend.{number}") for number in range(count)]
+        for number, address in enumerate(addresses):
             bootstrap = Bootstrap(
-                frontend=number,
-                frontends=count,
-                address=ipc_address(session, f"frontend.{number}"),
-                ranks=ranks,
+                frontend=number, frontends=count, address=address, ranks=ranks, peers=addresses
             )
             env = dict(os.environ)
             env[environment.PARENT] = str(os.getpid())

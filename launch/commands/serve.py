@@ -76,7 +76,7 @@ async def work(flight: Preflight, fleet: Fleet, expert_load: Path | None) -> int
     ending = Ending(service, log)
     advisor = _Advisor(flight, service)
     model = _served_model(flight)
-    app = make_app(model, service, advice=advisor.advice, start_drain=ending.drain)
+    app = make_app(model, service, advice=advisor.advice, start_drain=ending.drain, peers=fleet.peers)
     experts = Experts(fleet)
     add_experts_admin(app, experts, partial(require_replacement, flight))
     gate = Gate(
@@ -124,7 +124,13 @@ def _service(flight: Preflight, fleet: Fleet) -> Service:
     )
     admission = Admission(limits)
     board = Board(fleet.ranks)
-    metrics = Metrics(board, ranks_per_node=plan.cluster.ranks_per_node, admission=admission)
+    metrics = Metrics(
+        board,
+        ranks_per_node=plan.cluster.ranks_per_node,
+        admission=admission,
+        frontend=fleet.number,
+        frontends=plan.server.frontends,
+    )
     return Service(
         fleet,
         vocabulary=read_vocabulary(Path(plan.model.path)),

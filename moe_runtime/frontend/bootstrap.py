@@ -15,9 +15,13 @@ class RankAddress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """What a frontend is told when it starts. `frontends`: how many there are, this one among them."""
+    """What a frontend is told when it starts. `frontends`: how many there are, this one among them.
+
+    `peers`: where each of them listens, this one too, in order of their numbers; empty if it is alone.
+    """
 
     frontend: int
     frontends: int
     address: str
     ranks: list[RankAddress]
+    peers: list[str] = []

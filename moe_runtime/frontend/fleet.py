@@ -41,6 +41,7 @@ from moe_runtime.engine.sockets import Outbox
 from moe_runtime.errors import NoRoom, RequestRefused
 from moe_runtime.frontend.bootstrap import Bootstrap
 from moe_runtime.frontend.live import Live, Route
+from moe_runtime.frontend.peers import PeerAnswer, PeerAsk, PeerMessage, Peers
 from moe_runtime.frontend.routes import Routes
 from moe_runtime.report.records import RankSteps, unpack
 from moe_runtime.report.timeline import RankTimeline
@@ -62,8 +63,10 @@ class Fleet:
         self._inbox.set_hwm(0)
         self._outbox = Outbox(zmq.Context.shadow(self._context.underlying))
         self._addresses = {(r.instance, r.rank): r.address for r in bootstrap.ranks}
-        self._decoder = msgspec.msgpack.Decoder(ToFrontend)
+        self._decoder = msgspec.msgpack.Decoder(ToFrontend | PeerMessage)
         self._routes = Routes(bootstrap.ranks, bounded=bounded)
+        others = [n for n in range(len(bootstrap.peers)) if n != bootstrap.frontend]
+        self.peers = Peers(bootstrap.frontend, others, self._tell_peer)
         self._live: dict[int, Live] = {}
         self._ready: set[tuple[str, int]] = set()
         self._steps: dict[tuple[str, int], RankSteps] = {}
@@ -189,6 +192,9 @@ class Fleet:
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _tell_peer(self, number: int, message: PeerMessage) -> None:
+        self._outbox.send(self._bootstrap.peers[number], message)
+
     def _tell_all(self, message: msgspec.Struct) -> None:
         for address in self._addresses.values():
             self._outbox.send(address, message)
@@ -213,7 +219,7 @@ class Fleet:
             return False
         return True
 
-    def _handle(self, message: ToFrontend, now: float) -> None:
+    def _handle(self, message: ToFrontend | PeerMessage, now: float) -> None:
         match message:
             case StepTokens(instance=instance, tokens=tokens):
                 for token in tokens:
@@ -239,6 +245,8 @@ class Fleet:
             case Stats(instance=instance, rank=rank, batch=batch, timeline=timeline):
                 self._steps[instance, rank] = unpack(batch)
                 self.timelines.append(timeline)
+            case PeerAsk() | PeerAnswer():
+                self.peers.handle(message)
             case PlacementNow() | RecordedLoads() | ReloadAnswer():
                 if self.on_experts is not None:
                     self.on_experts(message)

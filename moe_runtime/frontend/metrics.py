@@ -1,13 +1,14 @@
 """Metrics: what /metrics says, in Prometheus form.
 
-Owns names, labels and buckets. Latencies are what this frontend saw of its own requests; everything
-else is what the ranks say of themselves (`Board`), so each token is counted once however many
-frontends or ranks there are. One of several frontends publishes the ranks' numbers.
+Owns names, labels and buckets. Latencies are what each frontend saw of its own requests, told apart by
+the label `frontend`; everything else is what the ranks say of themselves (`Board`). Whichever of several
+frontends is asked answers for all: with every frontend's own numbers, and with the ranks' as the first one
+heard them, so that no counter goes back when the next scrape meets another frontend.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
@@ -16,6 +17,7 @@ from moe_runtime.engine.messages import ROWS_BUCKETS, Status
 from moe_runtime.frontend.admission import Admission, Verdict
 from moe_runtime.frontend.balancing_metrics import balancing_metrics
 from moe_runtime.frontend.board import KINDS, Board, RankView, tokens_of
+from moe_runtime.frontend.families import pack, write
 from moe_runtime.report.records import OVERLAP_REASONS, PHASES
 from moe_runtime.spec.limits import DISPATCH_MODES
 
@@ -23,10 +25,11 @@ PREFIX = "moe_runtime"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKENS = tuple(float(4**i) for i in range(1, 11))
 _RANK = ("deployment", "instance", "rank")
+_FRONTEND = "frontend"
 
 
 class Metrics:
-    """The metrics of one frontend. `publish_ranks`: this frontend also publishes the ranks' numbers."""
+    """The metrics of one frontend, number `frontend` of `frontends`."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -36,42 +39,45 @@ class Metrics:
         *,
         ranks_per_node: int,
         admission: Admission | None = None,
-        publish_ranks: bool = True,
+        frontend: int = 0,
+        frontends: int = 1,
     ) -> None:
-        self.registry = CollectorRegistry()
         self.board = board
-        r = self.registry
-        self._ttft = _histogram(r, "time_to_first_token_seconds", "From arrival to the first token", _SECONDS)
-        self._itl = _histogram(r, "inter_token_latency_seconds", "Between tokens of a request", _SECONDS)
-        self._queue = _histogram(r, "queue_seconds", "From arrival at a rank to admission there", _SECONDS)
+        self._frontend, self._frontends = frontend, frontends
+        self._registry = r = CollectorRegistry()
+        self._ranks = _RankMetrics(board, ranks_per_node)
+        me = self._me = str(frontend)
+        self._ttft = _histogram(r, me, "time_to_first_token_seconds", "From arrival to the first token")
+        self._itl = _histogram(r, me, "inter_token_latency_seconds", "Between tokens of a request")
+        self._queue = _histogram(r, me, "queue_seconds", "From arrival at a rank to admission there")
         self._end_to_end = _histogram(
-            r, "request_seconds", "From arrival to the last token", (*_SECONDS, 300.0)
+            r, me, "request_seconds", "From arrival to the last token", (*_SECONDS, 300.0)
         )
-        self._prompt = _histogram(r, "request_prompt_tokens", "Prompt lengths", _TOKENS)
-        self._output = _histogram(r, "request_output_tokens", "Output lengths", _TOKENS)
-        self._requests = Counter(
-            f"{PREFIX}_requests", "Requests that ended, by reason", ["finish_reason"], registry=r
-        )
+        self._prompt = _histogram(r, me, "request_prompt_tokens", "Prompt lengths", _TOKENS)
+        self._output = _histogram(r, me, "request_output_tokens", "Output lengths", _TOKENS)
+        labels = [_FRONTEND, "finish_reason"]
+        self._requests = Counter(f"{PREFIX}_requests", "Requests that ended, by reason", labels, registry=r)
         self._refused = Counter(
-            f"{PREFIX}_requests_refused", "Requests not let in, by HTTP status", ["status"], registry=r
+            f"{PREFIX}_requests_refused",
+            "Requests not let in, by HTTP status",
+            [_FRONTEND, "status"],
+            registry=r,
         )
         if admission is not None:
-            _gauge(r, "frontend_requests", "Requests let in and not ended").set_function(
+            _gauge(r, me, "frontend_requests", "Requests let in and not ended").set_function(
                 lambda: admission.num_requests
             )
-            _gauge(r, "frontend_requests_waiting", "Those without a first token").set_function(
+            _gauge(r, me, "frontend_requests_waiting", "Those without a first token").set_function(
                 lambda: admission.num_waiting
             )
-            _gauge(r, "frontend_tokens", "Their prompt and requested output tokens").set_function(
+            _gauge(r, me, "frontend_tokens", "Their prompt and requested output tokens").set_function(
                 lambda: admission.tokens
             )
-        if publish_ranks:
-            r.register(_RankMetrics(board, ranks_per_node))
 
     def observe_verdict(self, verdict: Verdict) -> None:
         """Admission answered."""
         if not verdict.admitted:
-            self._refused.labels(str(int(verdict.status))).inc()
+            self._refused.labels(self._me, str(int(verdict.status))).inc()
 
     def observe_first_token(self, *, ttft: float, queue: float) -> None:
         """Seconds from arrival to the first token, and those of them queued at a rank."""
@@ -86,7 +92,7 @@ class Metrics:
         self, *, finish_reason: str, seconds: float, prompt_tokens: int, output_tokens: int
     ) -> None:
         """A request ended; `seconds` since its arrival."""
-        self._requests.labels(finish_reason).inc()
+        self._requests.labels(self._me, finish_reason).inc()
         self._end_to_end.observe(seconds)
         self._prompt.observe(prompt_tokens)
         self._output.observe(output_tokens)
@@ -95,9 +101,23 @@ class Metrics:
         """A rank's status came."""
         self.board.observe(status, now)
 
-    def render(self) -> bytes:
-        """The text that /metrics answers."""
-        return generate_latest(self.registry)
+    def export(self) -> bytes:
+        """What this frontend has to say for a scrape, for the one that is scraped; the first one also
+        tells what ranks say."""
+        return self._packed(ranks=self._frontend == 0)
+
+    def render(self, answers: Mapping[int, bytes] | None = None) -> bytes:
+        """The text that /metrics answers: `answers` are the exports of all frontends that gave one."""
+        known = dict(answers) if answers else {self._frontend: self.export()}
+        if 0 not in known:
+            known[self._frontend] = self._packed(ranks=True)
+        up = GaugeMetricFamily(f"{PREFIX}_frontend_up", "1 for a frontend that answered", labels=[_FRONTEND])
+        for number in range(self._frontends):
+            up.add_metric([str(number)], number in known)
+        return write([*(known[number] for number in sorted(known)), pack([up])])
+
+    def _packed(self, *, ranks: bool) -> bytes:
+        return pack([*self._registry.collect(), *(self._ranks.collect() if ranks else ())])
 
 
 class _RankMetrics(Collector):
@@ -215,10 +235,12 @@ def _buckets(counts: list[int]) -> list[tuple[str, float]]:
 
 
 def _histogram(
-    registry: CollectorRegistry, name: str, help_text: str, buckets: tuple[float, ...]
+    registry: CollectorRegistry, me: str, name: str, help_text: str, buckets: tuple[float, ...] = _SECONDS
 ) -> Histogram:
-    return Histogram(f"{PREFIX}_{name}", help_text, buckets=buckets, registry=registry)
+    return Histogram(f"{PREFIX}_{name}", help_text, [_FRONTEND], buckets=buckets, registry=registry).labels(
+        me
+    )
 
 
-def _gauge(registry: CollectorRegistry, name: str, help_text: str) -> Gauge:
-    return Gauge(f"{PREFIX}_{name}", help_text, registry=registry)
+def _gauge(registry: CollectorRegistry, me: str, name: str, help_text: str) -> Gauge:
+    return Gauge(f"{PREFIX}_{name}", help_text, [_FRONTEND], registry=registry).labels(me)

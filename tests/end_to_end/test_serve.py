@@ -268,6 +268,7 @@ def test_a_server_that_is_told_to_stop_finishes_what_runs(checkpoint, tmp_path):
         too_long = {"model": "m", "prompt": "x", "max_tokens": 100_000}
         refused = httpx.post(f"{server.url}/v1/completions", json=too_long)
         assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert server.metric("frontend_up") == 2
         streams = Streams(server, 8, max_tokens=150)
         assert asyncio.run(stop_under_load(server, streams)) == 503
         assert server.process.wait(20) == 0

@@ -45,8 +45,7 @@ def status(rank: int, *, deployment: str = "unified", **changes) -> Status:
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    families = text_string_to_metric_families(metrics.render().decode())
-    return {(s.name, tuple(sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+    return read(metrics.render())
 
 
 def by_rank(metrics: Metrics, name: str, **labels: str) -> dict[str, float]:
@@ -67,25 +66,55 @@ def test_every_rank_publishes_its_own_numbers():
     assert sum(by_rank(metrics, "moe_runtime_requests_waiting").values()) == 6.0
 
 
-def test_tokens_are_counted_once_however_many_frontends_publish_nothing_of_ranks():
-    board = Board()
-    first = Metrics(board, ranks_per_node=2)
-    second = Metrics(board, ranks_per_node=2, publish_ranks=False)
+def read(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = list(text_string_to_metric_families(text.decode()))
+    assert len({f.name for f in families}) == len(families), "a family is written once"
+    every = [((s.name, tuple(sorted(s.labels.items()))), s.value) for f in families for s in f.samples]
+    assert len(dict(every)) == len(every), "a sample is written once"
+    return dict(every)
+
+
+def test_every_frontend_says_the_same_of_all_of_them():
+    """Latencies add up over the frontends; tokens, which all ranks tell all frontends, are counted once."""
+    both = [Metrics(Board(), ranks_per_node=2, frontend=n, frontends=2) for n in range(2)]
     prefill = status(
         0, deployment="prefill", new_prefill_tokens=88, cached_prefill_tokens=12, output_tokens=1
     )
     decode = status(0, deployment="decode", output_tokens=19)
-    for message in (prefill, decode):
-        first.observe_status(message, now=1.0)
-    got = samples(first)
-    total = {
-        kind: sum(
-            v for (n, k), v in got.items() if n == "moe_runtime_tokens_total" and dict(k)["kind"] == kind
+    later = status(0, deployment="decode", output_tokens=25, time=2.0)
+    for number, message in ((0, prefill), (0, decode), (1, prefill), (1, later)):
+        both[number].observe_status(message, now=1.0)
+    for number, ttft in ((0, 0.2), (1, 0.4), (1, 0.6)):
+        both[number].observe_first_token(ttft=ttft, queue=0.1)
+        both[number].observe_finished(finish_reason="stop", seconds=1.0, prompt_tokens=8, output_tokens=2)
+    exports = {n: metrics.export() for n, metrics in enumerate(both)}
+    got = read(both[0].render(exports))
+    assert read(both[1].render(exports)) == got, "a scrape may meet either"
+
+    def total(name: str, **labels: str) -> float:
+        return sum(
+            v for (n, k), v in got.items() if n == f"moe_runtime_{name}" and labels.items() <= dict(k).items()
         )
-        for kind in ("new_prefill", "cached_prefill", "recomputed", "output")
+
+    assert total("time_to_first_token_seconds_count") == 3
+    assert total("time_to_first_token_seconds_sum") == pytest.approx(1.2)
+    assert total("time_to_first_token_seconds_bucket", le="0.25") == 1
+    assert total("requests_total", finish_reason="stop") == 3
+    assert total("requests_total", frontend="1") == 2
+    tokens = {
+        k: total("tokens_total", kind=k) for k in ("new_prefill", "cached_prefill", "recomputed", "output")
     }
-    assert total == {"new_prefill": 88, "cached_prefill": 12, "recomputed": 0, "output": 20}
-    assert not any(n.startswith("moe_runtime_tokens") for n, _ in samples(second))
+    assert tokens == {"new_prefill": 88, "cached_prefill": 12, "recomputed": 0, "output": 20}
+    assert total("frontend_up") == 2
+
+
+def test_a_silent_frontend_is_named_and_the_ranks_are_not_lost_with_it():
+    second = Metrics(Board(), ranks_per_node=2, frontend=1, frontends=2)
+    second.observe_status(status(0, output_tokens=19), now=1.0)
+    got = read(second.render({1: second.export()}))
+    assert got["moe_runtime_frontend_up", (("frontend", "0"),)] == 0
+    assert got["moe_runtime_frontend_up", (("frontend", "1"),)] == 1
+    assert sum(v for (n, _), v in got.items() if n == "moe_runtime_tokens_total") == 19
 
 
 def test_requests_as_this_frontend_saw_them():
@@ -105,14 +134,14 @@ def test_requests_as_this_frontend_saw_them():
     metrics.observe_first_token(ttft=0.2, queue=0.05)
     metrics.observe_token(gap=0.02)
     metrics.observe_finished(finish_reason="stop", seconds=0.5, prompt_tokens=8, output_tokens=2)
-    got = samples(metrics)
-    assert got["moe_runtime_requests_refused_total", (("status", "400"),)] == 1
-    assert got["moe_runtime_requests_total", (("finish_reason", "stop"),)] == 1
-    assert got["moe_runtime_time_to_first_token_seconds_sum", ()] == 0.2
-    assert got["moe_runtime_queue_seconds_sum", ()] == 0.05
-    assert got["moe_runtime_inter_token_latency_seconds_count", ()] == 1
-    assert got["moe_runtime_frontend_requests", ()] == 1
-    assert got["moe_runtime_frontend_tokens", ()] == 16
+    got, me = samples(metrics), ("frontend", "0")
+    assert got["moe_runtime_requests_refused_total", (me, ("status", "400"))] == 1
+    assert got["moe_runtime_requests_total", (("finish_reason", "stop"), me)] == 1
+    assert got["moe_runtime_time_to_first_token_seconds_sum", (me,)] == 0.2
+    assert got["moe_runtime_queue_seconds_sum", (me,)] == 0.05
+    assert got["moe_runtime_inter_token_latency_seconds_count", (me,)] == 1
+    assert got["moe_runtime_frontend_requests", (me,)] == 1
+    assert got["moe_runtime_frontend_tokens", (me,)] == 16
 
 
 def test_rates_fill_and_balance_are_those_of_the_window():

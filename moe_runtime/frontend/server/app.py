@@ -20,6 +20,7 @@ from moe_runtime.frontend.openai.chat import ChatRequest
 from moe_runtime.frontend.openai.completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.openai.schema import SamplingFields, parse
+from moe_runtime.frontend.peers import Peers
 from moe_runtime.frontend.server.openapi import ANSWERS, describe
 from moe_runtime.frontend.server.prepare import (
     Prepared,
@@ -51,10 +52,14 @@ def make_app(
     *,
     advice: Callable[[], Mapping[str, Any]],
     start_drain: Callable[[], None],
+    peers: Peers,
 ) -> FastAPI:
-    """`advice` is what /admin/advice answers; `start_drain` begins the end of the server."""
+    """`advice` is what /admin/advice answers; `start_drain` begins the end of this frontend.
+
+    What is asked about all frontends, or has to reach all of them, goes by way of `peers`.
+    """
     app = FastAPI(title="moe-runtime", docs_url=None, redoc_url=None)
-    endpoints = _Endpoints(model, service)
+    endpoints = _Endpoints(model, service, peers)
     for path, handler, body in (
         ("/v1/completions", endpoints.completions, CompletionRequest),
         ("/v1/chat/completions", endpoints.chat, ChatRequest),
@@ -68,15 +73,17 @@ def make_app(
     app.get("/ready", responses=ANSWERS)(endpoints.ready)
     app.get("/metrics")(endpoints.metrics)
     app.get("/", response_class=HTMLResponse)(endpoints.status_page)
-    _add_admin(app, service, advice, start_drain)
+    _add_admin(app, service, peers, advice, start_drain)
     _add_error_handlers(app)
     return app
 
 
 class _Endpoints:
-    def __init__(self, model: ServedModel, service: Service) -> None:
+    def __init__(self, model: ServedModel, service: Service, peers: Peers) -> None:
         self._model = model
         self._service = service
+        self._peers = peers
+        peers.on("metrics", lambda _: service.metrics.export())
 
     async def completions(self, request: Request) -> Response:
         """OpenAI's completions."""
@@ -147,9 +154,10 @@ class _Endpoints:
         return Json({"status": status, "not_ready": missing}, 200 if status == "ready" else 503)
 
     async def metrics(self) -> Response:
-        """Prometheus' text form."""
+        """Prometheus' text form, of all frontends."""
         metrics = self._service.metrics
-        return Response(metrics.render(), headers={"content-type": metrics.content_type})
+        text = metrics.render(await self._peers.ask("metrics"))
+        return Response(text, headers={"content-type": metrics.content_type})
 
     async def status_page(self) -> HTMLResponse:
         """For people."""
@@ -186,6 +194,7 @@ def _terms(request: Request, parsed: SamplingFields, longest: float) -> Terms:
 def _add_admin(
     app: FastAPI,
     service: Service,
+    peers: Peers,
     advice: Callable[[], Mapping[str, Any]],
     start_drain: Callable[[], None],
 ) -> None:
@@ -196,8 +205,8 @@ def _add_admin(
 
     @app.post("/admin/abort/{request_id}", responses=ANSWERS)
     async def abort(request_id: str) -> Response:
-        """End the requests with this X-Request-Id."""
-        ended = service.abort(request_id)
+        """End the requests with this X-Request-Id, whichever frontend has them."""
+        ended = sum(map(int, (await peers.ask("abort", request_id)).values()))
         if not ended:
             raise ApiError(404, f"no running request has the id {request_id!r}", code="request_not_found")
         return Json({"aborted": ended})
@@ -205,8 +214,15 @@ def _add_admin(
     @app.post("/admin/drain", responses=ANSWERS)
     async def drain() -> Response:
         """Refuse new requests, let running ones finish, then exit; what SIGTERM does."""
+        running = sum(map(int, (await peers.ask("drain")).values()))
+        return Json({"status": "draining", "running": running})
+
+    def drain_this(_: str) -> bytes:
         start_drain()
-        return Json({"status": "draining", "running": service.num_requests})
+        return b"%d" % service.num_requests
+
+    peers.on("abort", lambda name: b"%d" % service.abort(name))
+    peers.on("drain", drain_this)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -15,6 +15,7 @@ from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.metrics import Metrics
 from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.openai.sampling import ModelLimits
+from moe_runtime.frontend.peers import PeerMessage, Peers
 from moe_runtime.frontend.server.app import make_app
 from moe_runtime.frontend.server.gate import Gate
 from moe_runtime.frontend.server.lifecycle import Ending
@@ -118,6 +119,11 @@ class StubServer:
     service: Service
     ending: Ending
     lines: list[str]
+    peers: Peers
+
+
+def _nobody(number: int, message: PeerMessage) -> None:
+    """There is no other frontend."""
 
 
 def write_checkpoint(folder: Path, template: str | None = TEMPLATE) -> Path:
@@ -145,7 +151,9 @@ def read_model(folder: Path) -> ServedModel:
 
 
 def make_server(model: ServedModel, **options) -> StubServer:
-    """`options`: keys, admin_keys, max_body_bytes, timeout, queue. Call it inside of a running loop."""
+    """`options`: keys, admin_keys, max_body_bytes, timeout, queue, number, others (frontends, which are then
+    told apart), tell (them). Call it inside of a running loop.
+    """
     backend = StubBackend(model.tokenizer)
     backend.hold.set()
     queue = options.get("queue", 64)
@@ -161,7 +169,11 @@ def make_server(model: ServedModel, **options) -> StubServer:
             timeout=options.get("timeout", 60.0),
         )
     )
-    metrics = Metrics(Board(), ranks_per_node=1, admission=admission)
+    number, others = options.get("number", 0), options.get("others", ())
+    metrics = Metrics(
+        Board(), ranks_per_node=1, admission=admission, frontend=number, frontends=1 + len(others)
+    )
+    peers = Peers(number, others, options.get("tell", _nobody))
     service = Service(
         backend,
         vocabulary=model.vocabulary,
@@ -173,7 +185,7 @@ def make_server(model: ServedModel, **options) -> StubServer:
     lines: list[str] = []
     log = Log("json", lines.append, {})
     ending = Ending(service, log)
-    app = make_app(model, service, advice=dict, start_drain=ending.drain)
+    app = make_app(model, service, advice=dict, start_drain=ending.drain, peers=peers)
     gate = Gate(
         app,
         keys=options.get("keys", ()),
@@ -181,7 +193,7 @@ def make_server(model: ServedModel, **options) -> StubServer:
         max_body_bytes=options.get("max_body_bytes", 1 << 20),
         log=log,
     )
-    return StubServer(gate, backend, service, ending, lines)
+    return StubServer(gate, backend, service, ending, lines, peers)
 
 
 def shutting_down() -> ApiError:

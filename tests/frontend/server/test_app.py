@@ -631,8 +631,8 @@ def test_metrics_count_what_clients_saw(model):
         await http.post(COMPLETIONS, json={"model": "stub", "prompt": "hi", "max_tokens": 2, "n": 2})
         await http.post(COMPLETIONS, json={"model": "stub", "prompt": "hi", "max_tokens": 0})
         text = (await http.get("/metrics")).text
-        assert 'moe_runtime_requests_total{finish_reason="length"} 2.0' in text
-        assert "moe_runtime_time_to_first_token_seconds_count 2.0" in text
-        assert "moe_runtime_inter_token_latency_seconds_count 2.0" in text
+        assert 'moe_runtime_requests_total{finish_reason="length",frontend="0"} 2.0' in text
+        assert 'moe_runtime_time_to_first_token_seconds_count{frontend="0"} 2.0' in text
+        assert 'moe_runtime_inter_token_latency_seconds_count{frontend="0"} 2.0' in text
 
     run(model, story)
