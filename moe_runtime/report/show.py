@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_runtime.report.schema import Deployment, Percentiles, Rate, Report, Throughput
+from moe_runtime.report.show_time import fill_time_use
 
 WIDTH = 100
 _WORST_LAYERS = 3
@@ -27,7 +28,7 @@ _PLAIN = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 def render(report: Report, *, color: bool = False, width: int = WIDTH) -> str:
     """One report as text of at most `width` columns."""
     parts = [_head(report), _throughput(report, color), _deployments(report, color), _latency(report, color)]
-    parts += [_phases(report, color), _balance(report, color)]
+    parts += [_phases(report, color), _time_use(report, color), _balance(report, color)]
     parts += [
         bullets("Warnings", report.warnings, width),
         bullets("Not available (n/a)", _reasons(report), width),
@@ -120,6 +121,7 @@ def short_commit(commit: str | None) -> str:
 def _head(report: Report) -> Text:
     r, m = report, report.model
     machine = f"{r.machine.cpu_model or 'unknown processor'}, {number(r.machine.cores)} cores"
+    machine = "simulated" if r.simulated else machine
     lines = [
         f"{m.path} ({m.family}, {m.dtype}, {m.num_moe_layers} MoE layers of {m.num_experts} experts)",
         f"plan {r.plan_digest}, moe-runtime {r.version}, commit {short_commit(r.commit)}, {r.created}",
@@ -231,6 +233,13 @@ def _phases(report: Report, color: bool) -> RenderableType:
         shown = (f"{number(c.seconds_per_step * 1e3)}  {c.share:6.1%}" for c in cells)
         grid.add_row(cells[0].phase, *shown)
     return titled("Where a step's time goes, ms per rank and step", grid, color=color)
+
+
+def _time_use(report: Report, color: bool) -> RenderableType:
+    """Of simulated runs."""
+    grid = table(["", *(d.name for d in report.deployments if d.attribution is not None)], color=color)
+    fill_time_use(grid, report)
+    return titled("Where the wall time went, all instances", grid, color=color)
 
 
 def _balance(report: Report, color: bool) -> RenderableType:

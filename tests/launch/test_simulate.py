@@ -62,6 +62,13 @@ def test_a_simulated_report(files, capsys):
     assert any("no figure was measured" in w for w in report.warnings)
     assert any("power:0.63 is assumed" in w for w in report.warnings)
     assert "Throughput per node" in shown
+    assert "hardware h100-sxm: simulated" in shown
+    time_use = shown.split("Where the wall time went")[1]
+    attribution = report.deployments[0].attribution
+    assert attribution is not None
+    idle = attribution.total.parts[-1]
+    assert f"{100 * idle.share:.1f} %" in time_use
+    assert "bound by launch" in time_use
     assert f"wrote {out}" in said
     assert "simulated " in said
     # The same again, with other loads: other times, the same tokens.
