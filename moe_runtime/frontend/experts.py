@@ -103,8 +103,9 @@ class Experts:
                 await self._until(lambda: self._all("staged") or self._failed(), READ_SECONDS)
             except TimeoutError:
                 why = f"not all ranks have read it within {READ_SECONDS:g} s"
-            commit = self._all("staged")
-            self._tell_all(FinishReload(version=self._version, commit=commit, why=why))
+            finally:  # also where nobody waits for the answer any more
+                commit = self._all("staged")
+                self._tell_all(FinishReload(version=self._version, commit=commit, why=why))
             await self._until(lambda: self._all("in use", "failed"), READ_SECONDS)
             if not self._all("in use"):
                 causes = [f"{i} rank {r}: {a.why}" for (i, r), a in answers.items() if a.why]

@@ -85,9 +85,9 @@ class Controller:
         if len(merged.balancedness_W):
             self.balancedness = float(merged.balancedness_W.mean())
             self.balancedness_p5 = float(np.percentile(merged.balancedness_W, 5))
-        self.slot_skew = slot_skew(self.mover.placement, merged.pairs_LE.astype(np.float64))
-        self._seconds_per_pair = merged.seconds_per_pair
         pairs_LE = merged.pairs_LE.astype(np.float64)
+        self.slot_skew = slot_skew(self.mover.placement, pairs_LE)
+        self._seconds_per_pair = merged.seconds_per_pair
         self._pairs_LE = pairs_LE if self._pairs_LE is None else self._pairs_LE + pairs_LE
         if self._asked is not None and not self.stalled:
             self.stalled = True

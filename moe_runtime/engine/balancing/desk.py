@@ -5,7 +5,10 @@ its way no expert begins to move. LOCAL: only what `agree` orders happens on all
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from moe_runtime.engine.agree import MoveOffer, MoveOrder
 from moe_runtime.engine.balancing.agent import Balancing, placement_now
@@ -52,11 +55,11 @@ class ExpertDesk:
         """Seconds after which to look again, whatever happens."""
         return READING_SECONDS if self.reload.reading else 1.0
 
-    def poll(self, now: float) -> list[tuple[int, ToFrontendBalancing]]:
+    def poll(self, now: float) -> Sequence[tuple[int, ToFrontendBalancing]]:
         """Look after the solver and a reload; what to tell which frontend."""
         if self.balancing is not None:
             self.balancing.poll(now, hold=self.reload.pending)
-        return [*self.reload.poll(now)]
+        return self.reload.poll(now)
 
     def offer(self) -> MoveOffer:
         """What this rank proposes."""
@@ -77,7 +80,7 @@ class ExpertDesk:
         match message:
             case AskPlacement(frontend=frontend):
                 now = placement_now(self.instance, self.placement) if balancing is None else balancing.now()
-                return [(frontend, now)]
+                return [(frontend, msgspec.structs.replace(now, weights=self.reload.path))]
             case RecordLoads(frontend=frontend, action=action):
                 return self._record(frontend, action)
             case WindowLoads() | NewPlacement() | Rebalance():

@@ -52,13 +52,13 @@ class _Attempt:
 class Reloader:
     """`weights` are those in use, by parameter; `read` gives those of another checkpoint for a placement.
 
-    version  of the weights in use: 0, or that of the Reload that brought them
+    version, path  of the weights in use: those of the Reload that brought them; 0 and empty before the first
     """
 
     def __init__(
         self, instance: str, rank: int, weights: Weights, read: Callable[[Path, Placement], Weights]
     ) -> None:
-        self.version = 0
+        self.version, self.path = 0, ""
         self._instance, self._rank = instance, rank
         self._weights, self._read = weights, read
         self._attempt: _Attempt | None = None
@@ -155,7 +155,7 @@ class Reloader:
         assert staged.keys() == self._weights.keys()
         for name, weight in self._weights.items():
             weight.data.copy_(staged[name])
-        self.version = attempt.message.version
+        self.version, self.path = attempt.message.version, attempt.message.path
         self._answer(attempt.message, "in use")
         self._attempt = None
 

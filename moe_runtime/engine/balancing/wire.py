@@ -88,8 +88,9 @@ class AskPlacement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class PlacementNow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Rank 0 -> frontend: the placement in use, and what was decided last.
+    """Rank 0 -> frontend: the placement in use, what was decided last, and whose weights the slots hold.
 
+    weights            the checkpoint of the last reload; empty: the plan's
     live               the instance rebalances
     action, why        of the newest decision; empty before the first
     moves              of the newest decision that had any: [layer, slot to fill, slot it comes from]
@@ -103,6 +104,7 @@ class PlacementNow(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     digest: str
     num_ranks: int
     slot_to_expert: list[list[int]]
+    weights: str = ""
     live: bool = False
     action: str = ""
     why: str = ""

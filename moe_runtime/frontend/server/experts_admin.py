@@ -24,7 +24,7 @@ def add_experts_admin(app: FastAPI, experts: Experts, check_weights: Callable[[P
 
     @app.get("/admin/placement", responses=ANSWERS)
     async def placement() -> Response:
-        """Of every instance: the map, its epoch, the last moves, the newest decision, its bound and gap."""
+        """Of every instance: the map, its epoch, last moves, newest decision, bound and gap, last reload."""
         instances = await _answered(experts.placements())
         return _json({"instances": {n: msgspec.structs.asdict(now) for n, now in instances.items()}})
 
@@ -43,13 +43,16 @@ def add_experts_admin(app: FastAPI, experts: Experts, check_weights: Callable[[P
         """Serve the weights of another checkpoint of the same model; answers when all ranks do, or none."""
         start = time.monotonic()
         try:
-            await asyncio.to_thread(check_weights, Path(path))
-            await _answered(experts.reload(Path(path)))
+            folder = Path(path).absolute()
+            await asyncio.to_thread(check_weights, folder)
+            await _answered(experts.reload(folder))
         except UserError as error:
             raise ApiError(400, str(error), param="path") from error
         except RequestRefused as error:
             raise ApiError(409, str(error), code="not_reloaded") from error
-        return _json({"status": "reloaded", "path": path, "seconds": round(time.monotonic() - start, 3)})
+        return _json(
+            {"status": "reloaded", "path": str(folder), "seconds": round(time.monotonic() - start, 3)}
+        )
 
     @app.post("/admin/expert-load/{action}", responses=ANSWERS)
     async def expert_load(

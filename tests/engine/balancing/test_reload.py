@@ -101,6 +101,8 @@ def test_running_requests_go_on_with_the_new_weights(tmp_path, monkeypatch, name
         answer = await asked
         assert answer.status_code == 200, answer.text
         assert answer.json()["status"] == "reloaded"
+        placement = (await client.get("/admin/placement")).json()
+        assert {one["weights"] for one in placement["instances"].values()} == {str(new)}
         after = await generate(launch, [(prompt, TOKENS) for prompt in PROMPTS])
         at = [max(s[live.request.id] for s in swaps if live.request.id in s) for live in lives]
         both = list(zip(lives, at, strict=True))
