@@ -17,6 +17,7 @@ FRONTEND = "MOE_RUNTIME_FRONTEND"
 PARENT = "MOE_RUNTIME_PARENT"
 SESSION = "MOE_RUNTIME_SESSION"
 SERVE_FD = "MOE_RUNTIME_SERVE_FD"
+LOG = "MOE_RUNTIME_LOG"  # json: every process of the launch says what it has to say as lines of JSON
 # Sizes that other launchers set: MPICH, Slurm, PMIx without Open MPI.
 FOREIGN = ("PMI_SIZE", "SLURM_NTASKS", "MV2_COMM_WORLD_SIZE")
 

@@ -85,6 +85,8 @@ class _RankProcess:
 
     def run(self, plan_path: Path, overrides: Sequence[str], argv: Sequence[str]) -> int:
         flight = preflight(plan_path, overrides, check_tensors=self.env.rank == 0)
+        if self.serve:
+            os.environ[environment.LOG] = flight.effective.server.log
         self._check_world(flight)
         rendezvous = self.rendezvous = Rendezvous(self.env)
         if not rendezvous.same_everywhere("plan", flight.effective.digest):

@@ -60,6 +60,8 @@ def run(
     require_outputs(outputs, {"PLAN": plan, **inputs})
     flight = preflight(plan, overrides, check_tensors=True)
     check(flight)
+    if serve:
+        os.environ[environment.LOG] = flight.effective.server.log
     return local.launch(argv, flight.effective.num_ranks, serve=serve)
 
 

@@ -24,7 +24,7 @@ from moe_runtime.frontend.server.service import Service
 from moe_runtime.frontend.text.chat_template import ChatTemplate, find_template
 from moe_runtime.frontend.text.vocabulary import read_vocabulary
 from moe_runtime.launch import environment, session
-from moe_runtime.launch.console import say
+from moe_runtime.launch.console import write
 from moe_runtime.launch.expert_load import dump_expert_load
 from moe_runtime.launch.frontends import listen
 from moe_runtime.launch.preflight import Preflight
@@ -70,7 +70,7 @@ async def work(flight: Preflight, fleet: Fleet, expert_load: Path | None) -> int
     from moe_runtime.frontend.server.lifecycle import Ending, run_server
 
     server = flight.effective.server
-    log = Log(server.log, say, {"frontend": fleet.number} if server.frontends > 1 else {})
+    log = Log(server.log, write, {"frontend": fleet.number} if server.frontends > 1 else {})
     started = time.monotonic()
     service = _service(flight, fleet)
     ending = Ending(service, log)

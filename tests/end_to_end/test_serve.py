@@ -289,8 +289,8 @@ def test_a_server_that_is_told_to_stop_finishes_what_runs(checkpoint, tmp_path):
         wait_for(lambda: not left_running(server.folder), 5, "end of all processes")
         log = server.log.read_text()
     assert not any("[DONE]" in text for text in streams.texts)
-    events = [json.loads(line)["event"] for line in log.splitlines() if line.startswith("{")]
-    assert {"ready", "drain", "request"} <= set(events)
+    events = [json.loads(line)["event"] for line in log.splitlines()]
+    assert {"ready", "drain", "request", "launch"} <= set(events), "every process writes JSON"
     assert "Traceback" not in log
 
 
