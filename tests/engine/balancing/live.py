@@ -43,13 +43,14 @@ def balancing_of(driven: Driven) -> Balancing:
 class Forced:
     """Makes every rank check its slots in every step, and rank 0 start the next rebalance as one has ended.
 
-    `truth[layer][expert]` is the checksum of the expert's tensors; `wrong` has a line per slot that differs.
+    `truth[layer][expert]` is the checksum of the expert's tensors; `wrong` has a line per slot that differs,
+    `epochs` the placement's epoch after each step.
     """
 
     driven: Driven
     truth: list[dict[int, str]]
     on: bool = False
-    epochs: list[int] = field(default_factory=list)
+    epochs: dict[int, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     begun: int = 0
     _random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(5))
@@ -81,7 +82,7 @@ class Forced:
     def check(self) -> None:
         mover = balancing_of(self.driven).mover
         placement, step = mover.placement, self.driven.engine.step_number
-        self.epochs.append(placement.epoch)
+        self.epochs[step - 1] = placement.epoch
         for layer, truth in enumerate(self.truth):
             for slot, expert in enumerate(placement.local_experts(layer, mover.rank).tolist()):
                 if expert >= 0 and mover.registry.checksum(layer, slot) != truth[expert]:

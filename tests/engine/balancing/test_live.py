@@ -48,6 +48,7 @@ class Result(NamedTuple):
     epochs: int
     steps: int
     wrong: list[str]
+    recorded: bool
     aborted: int
     collectives: list[Collective]
 
@@ -66,6 +67,9 @@ def generate(rank: Rank, plan: Path, count: int, tokens: int) -> Result:
     moving = [run_requests(driven, requests, micro_batches=n) for n in (1, 2)]
     balancing = driven.engine.balancing
     assert balancing is not None
+    log = driven.engine.desk.log.take()
+    recorded = [forced.epochs.get(step, 0) for step in log.step.tolist()] == log.placement_epoch.tolist()
+    recorded = recorded and bool(log.placement_epoch[-1] > 1)
     result = Result(
         still.tokens,
         [done.tokens for done in moving],
@@ -74,6 +78,7 @@ def generate(rank: Rank, plan: Path, count: int, tokens: int) -> Result:
         balancing.epoch,
         driven.engine.step_number - first,
         forced.wrong,
+        recorded,
         balancing.mover.aborted,
         driven.collectives,
     )
@@ -107,4 +112,5 @@ def test_no_token_changes(tmp_path, family, ranks, more, count, tokens):
         assert result.aborted == 0
         # Every other step or so commits a layer: one begins it, the next ones stage it.
         assert result.epochs >= result.steps / 8, result
+        assert result.recorded, "the step log names the placement each step ran with"
     assert results[0].begun >= 6
