@@ -90,6 +90,7 @@ TORCH_FREE = (
     "launch.commands.check",
     "launch.commands.bench",
     "launch.commands.generate",
+    "launch.commands.report",
     "launch.commands.plan",
     "launch.commands.serve",
     "launch.commands.simulate",
@@ -224,6 +225,7 @@ def test_a_wheel_holds_real_files_and_every_module_imports(tmp_path):
     }
     expected = {f"moe_runtime.{m}" for m in modules()}
     assert held == expected
+    assert "moe_runtime/report/html/look.css" in names, "files that are read belong to the package"
     wanted = sorted(m.removesuffix(".__init__") for m in expected if not m.endswith("__main__"))
     code = (
         "import sys, importlib\n"
