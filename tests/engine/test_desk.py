@@ -205,6 +205,28 @@ def handed_over(i: int, lease: int = 0, length: int = 6, salt: str = "") -> Subm
     return SubmitTransferred(request=asked, handoff=Handoff(request=i, first_token=3, source=source))
 
 
+@pytest.mark.parametrize(("weights", "rows"), [(0, (1, 0)), (7, (0, 7))], ids=["the same", "others"])
+def test_kv_of_other_weights_is_computed_again(weights, rows):
+    """The weights of the decode side, or of the prefill side, may change while KV is on its way."""
+    rank = Rank("decode")
+    rank.give(handed_over(1))
+    rank.step()
+    rank.desk.experts.reload.version = weights
+    rank.transport.pulls[0].outcome = True
+    rank.desk.receive()
+    work = rank.scheduler.propose()
+    assert (work.decode_tokens, work.prefill_tokens) == rows
+
+
+def test_kv_says_which_weights_computed_it():
+    rank = Rank("prefill")
+    rank.desk.experts.reload.version = 7
+    rank.give(Submit(request=request(1), handoff=True))
+    rank.step()
+    (message,) = rank.outbox.take(Prefilled)
+    assert message.handoff.source.weights == 7
+
+
 def test_a_unified_request_gives_all_its_tokens():
     rank = Rank("unified")
     assert rank.outbox.take(Ready) == [Ready(instance="unified-0", rank=0)]
