@@ -84,7 +84,7 @@ def _answer(found: Found, text: str, query: Query) -> str:
         after = search(query)
     except InputError as error:
         after = str(error)
-    return render_change(found, after, again(query, found.winner), text)
+    return render_change(found, query, after, again(query, found.winner), text)
 
 
 def _write(found: Found, folder: Path, argv: list[str]) -> None:

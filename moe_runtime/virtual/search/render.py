@@ -28,8 +28,8 @@ def render(found: Found, *, price_per_node_hour: float | None = None) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
-def render_change(before: Found, after: Found | str, same: Candidate | str, what: str) -> str:
-    """A what-if question's answer: the best plan then, and what the present winner gives then.
+def render_change(before: Found, then: Query, after: Found | str, same: Candidate | str, what: str) -> str:
+    """A what-if question's answer: the best plan `then`, and what the present winner gives then.
 
     `after` and `same` are messages where there is none.
     """
@@ -37,6 +37,8 @@ def render_change(before: Found, after: Found | str, same: Candidate | str, what
     lines = [f"what if {what}"]
     kept = same if isinstance(same, str) else _delta(same, old)
     lines.append(f"  the same plan     {kept}")
+    if isinstance(same, Candidate) and not same.meets(then.objectives):
+        lines.append("                    which misses an objective")
     if isinstance(after, str):
         lines.append(f"  the best plan     {after}")
     else:
@@ -221,11 +223,12 @@ def _kinds(found: Found) -> Iterator[str]:
         first = "" if c.prefill is None else f"{_short(c.prefill, c.copies[0])} + "
         cut = f"{first}{_short(c.decode, c.copies[1])}"
         yield f"  {kind:<31} {c.throughput:>8,.0f} {c.throughput / best - 1:>7.1%}  {cut}"
-    wide = found.kinds.get("wide EP")
-    if wide is None:
+    per_node = found.query.ranks_per_node
+    wide = [c for c in found.kinds.values() if c.decode.choice.kind(per_node) == "wide EP"]
+    if not wide:
         yield "  wide EP meets the objectives nowhere: it does not pay here"
-    elif wide is found.winner:
+    elif found.winner.decode.choice.kind(per_node) == "wide EP":
         yield "  wide EP pays here"
     else:
-        gain = best / wide.throughput - 1
+        gain = best / max(c.throughput for c in wide) - 1
         yield f"  wide EP does not pay here: the winner has {gain:.1%} more"

@@ -98,8 +98,8 @@ def deployment_section(query: Query, choice: Choice, blocks: int) -> dict[str, A
         dispatch["dtype"] = "float8_e4m3" if quantised else "bfloat16"
         dispatch["max_tokens"] = min(choice.max_tokens, batch)
     if choice.backend == "deepep":
-        modes = {"prefill": "normal", "decode": "low_latency", "unified": "per_step"}
-        dispatch["mode"] = modes[choice.phase]
+        # Low-latency rounds would cut a unified deployment's prompts into pieces of a few hundred rows.
+        dispatch["mode"] = "low_latency" if choice.phase == "decode" else "normal"
     return {
         "expert_parallel": choice.ranks,
         "redundant_experts": choice.redundant,

@@ -22,7 +22,7 @@ BEYOND: Mapping[Phase, str] = MappingProxyType(
     {
         "prefill": "larger ones are not searched",
         "decode": "larger ones are not searched: one round of dispatch carries no more",
-        "unified": "larger ones are not searched: one round of dispatch carries no more",
+        "unified": "larger ones are not searched",
     }
 )
 

@@ -108,7 +108,7 @@ def _unified(query: Query, choice: Choice) -> Iterator[Choice]:
         if sequences > ROUND or chunk > CHUNKS[-1]:
             return
         if sequences >= choice.micro_batches:
-            yield replace(choice, sequences=sequences, chunk=chunk, max_tokens=-(-sequences // 4) * 4)
+            yield replace(choice, sequences=sequences, chunk=chunk, max_tokens=sequences + chunk)
 
 
 def drafts(query: Query, choice: Choice) -> Iterator[Choice]:
