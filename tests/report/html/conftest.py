@@ -20,6 +20,13 @@ def measured(make) -> Report:
 
 
 @pytest.fixture(scope="session")
+def bare(make) -> Report:
+    """Of a run whose ranks said nothing, and whose requests all failed but for one of a single token."""
+    failed = make.request(0, 0.0, [], finish_reason="error", error="no room", sent=None)
+    return build_report(make.facts(), [failed, make.request(1, 5.0, [6.0])], [])
+
+
+@pytest.fixture(scope="session")
 def simulated(measured) -> Report:
     """With what a simulation tells, and more ranks than a table has columns for."""
     parts = tuple(TimeShare(name=n, seconds=s, share=s / 8) for n, s in (("attention", 5.0), ("idle", 3.0)))

@@ -56,7 +56,7 @@ class Page:
 
 
 @pytest.fixture(scope="session")
-def pages(measured, simulated) -> dict[str, Page]:
+def pages(measured, simulated, bare) -> dict[str, Page]:
     faster = msgspec.structs.replace(
         measured, goodput=msgspec.structs.replace(measured.goodput, requests_per_second=0.3)
     )
@@ -64,6 +64,7 @@ def pages(measured, simulated) -> dict[str, Page]:
         "one": [("run.json", measured)],
         "simulated": [("sim.json", simulated)],
         "two": [("a.json", measured), ("b.json", faster)],
+        "bare": [("bare.json", bare), ("sim.json", simulated)],
     }
     return {
         name: Page([r for _, r in reports], render_page(reports, REFERENCES, PRICE))
@@ -71,7 +72,7 @@ def pages(measured, simulated) -> dict[str, Page]:
     }
 
 
-PAGES = pytest.mark.parametrize("name", ["one", "simulated", "two"])
+PAGES = pytest.mark.parametrize("name", ["one", "simulated", "two", "bare"])
 
 
 def figure_of(text: str) -> tuple[float, float]:
@@ -136,6 +137,8 @@ def test_what_must_be_there_is_there(pages, name):
                 f"{at}.phases.{i}.{f}" for i in range(len(d.phases)) for f in ("share", "seconds_per_step")
             ]
             wanted += [f"{at}.balancedness.{i}.mean" for i in range(len(d.balancedness))]
+            if d.timeline is None or d.rank_loads is None:
+                continue
             wanted += [
                 f"{at}.timeline.{c}.{i}" for c in ("queue", "kv_fraction", "balancedness") for i in (0, 9)
             ]
