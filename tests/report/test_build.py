@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_runtime.report import balance, schema_time
 from moe_runtime.report.build import build_report
+from moe_runtime.report.facts import percentiles, weighted_percentiles
 
 
 def build(facts, requests, steps):
@@ -420,3 +421,13 @@ def test_timeline_shares_work_out_by_time(make):
     )
     assert t.queue[:40] == pytest.approx([1.0] * 40)
     assert sum(t.queue[40:]) == pytest.approx(0, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 5)), max_size=20))
+def test_weighted_percentiles_are_those_of_repeated_values(pairs):
+    values, counts = np.array([v for v, _ in pairs]), np.array([n for _, n in pairs], np.int64)
+    ours, theirs = weighted_percentiles(values, counts), percentiles(np.repeat(values, counts))
+    assert (ours is None) == (theirs is None)
+    if ours is not None:
+        for name in ours.__struct_fields__:
+            assert getattr(ours, name) == pytest.approx(getattr(theirs, name), abs=1e-9)

@@ -60,6 +60,7 @@ def prepare(
 
     Raises InputError for a machine without constants, loads that are not recorded, sizes that cannot be.
     """
+    _require_rates(plan.cluster.hardware, plan.model.dtype, model)
     return {d.name: _prepare(plan, model, d, placements[d.name], workload, choice) for d in plan.deployments}
 
 
@@ -73,6 +74,20 @@ def assumptions(choice: LoadChoice, model: ModelSpec, weights: str) -> tuple[str
     else:
         notes.append(f"Expert loads are synthetic: {choice}.")
     return tuple(notes)
+
+
+def _require_rates(hardware: str, dtype: str, model: ModelSpec) -> None:
+    """InputError for a machine the cost model does not know, or which has no rate for the model's dtypes."""
+    machines = constants().machines
+    if hardware not in machines:
+        raise InputError(
+            f"cluster.hardware is {hardware!r}, of which the cost model knows nothing;"
+            f" it knows {', '.join(machines)}"
+        )
+    rates = machines[hardware].hardware.flops
+    for needed in (dtype, model.weight_dtype(dtype)):
+        if needed not in rates:
+            raise InputError(f"model.dtype: {hardware} has no rate for {needed}: one of {', '.join(rates)}")
 
 
 def _prepare(

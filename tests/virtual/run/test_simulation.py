@@ -150,5 +150,8 @@ def test_assumptions_are_said_and_unknown_machines_refused(tmp_path):
     notes = assumptions(SKEWED, MODEL, "bfloat16")
     assert any("power:0.8 is assumed" in n for n in notes)
     plan = make_plan(tmp_path, "cluster.device=cpu", "cluster.hardware=cpu-host")
-    with pytest.raises(InputError, match="cpu-host"):
+    with pytest.raises(InputError, match=r"cluster\.hardware is 'cpu-host'"):
         prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), SKEWED)
+    wide = make_plan(tmp_path, "model.dtype=float32")
+    with pytest.raises(InputError, match="h100-sxm has no rate for float32"):
+        prepare(wide, MODEL, placements(wide), Workload(250.0, 45.0), SKEWED)
