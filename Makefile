@@ -30,6 +30,7 @@ demo: $(SETUP) $(CHECKPOINT)
 	$(RUN) check configs/demo.yaml
 	mkdir -p runs
 	$(RUN) bench configs/demo.yaml --trace configs/demo_trace.jsonl --out runs/demo.json
+	$(RUN) report runs/demo.json --html runs/demo.html > /dev/null
 
 # Tiny models: a second thread per process only costs. Tests that start processes run one at a time.
 test: $(SETUP)

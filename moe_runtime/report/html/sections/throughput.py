@@ -89,7 +89,7 @@ def _whole(run: Run) -> Html:
                     run.figure("system", "nodes", form=count),
                     " (",
                     run.figure("system", "ranks", form=count),
-                    " ranks), which the whole fleet pays for",
+                    " ranks), all that is paid for",
                 ]
             ),
         ),
