@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.report.files import load_report
-from moe_runtime.report.html.figures import Run, count, milliseconds, number, percent
+from moe_runtime.report.html.figures import Run, count, milliseconds
+from moe_runtime.report.show import number, percent
 
 WIDTHS = (1280, 400)
 THEMES = {"light": 1, "dark": 0}  # Chromium's numbers for them

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from moe_runtime.report.html.markup import Attribute, Html, Marks, el
-from moe_runtime.report.schema import Deployment, Report
-from moe_runtime.report.show import number, percent
+from moe_runtime.report.schema import Report
+from moe_runtime.report.show import number
 
 Key = str | int
 Format = Callable[[float | None], str]
@@ -83,13 +83,5 @@ def count(value: float | None) -> str:
     return "n/a" if value is None else f"{value:,.0f}" if value == int(value) else f"{value:.2f}"
 
 
-def label(run: Run, d: Deployment) -> Html:
-    """The role."""
-    return run.word("deployments", d.name, "name")
-
-
 def _dotted(path: Sequence[Key]) -> str:
     return ".".join(map(str, path))
-
-
-__all__ = ["Format", "Key", "Run", "count", "label", "make_runs", "milliseconds", "number", "percent"]

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from moe_runtime.report.compare import differences
 from moe_runtime.report.html.axes import panel
 from moe_runtime.report.html.bars import bar_chart
-from moe_runtime.report.html.figures import Format, Key, Run, count, number, percent
+from moe_runtime.report.html.figures import Format, Key, Run, count
 from moe_runtime.report.html.markup import Child, Html, Marks, el
 from moe_runtime.report.html.parts import bullets, color, role_names, role_of, run_name, section, swatch
 from moe_runtime.report.html.tables import cell, name, table
+from moe_runtime.report.show import number, percent
 
 _Row = tuple[str, tuple[Key, ...], Format]
 

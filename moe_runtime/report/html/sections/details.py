@@ -3,10 +3,11 @@
 import json
 from collections.abc import Sequence
 
-from moe_runtime.report.html.figures import Format, Key, Run, count, number, percent
+from moe_runtime.report.html.figures import Format, Key, Run, count
 from moe_runtime.report.html.markup import Child, Html, el, join
 from moe_runtime.report.html.parts import bullets, run_heading, section
 from moe_runtime.report.html.tables import cell, fold, name, table
+from moe_runtime.report.show import number, percent
 
 _ROWS: tuple[tuple[str, tuple[Key, ...], Format], ...] = (
     ("ranks", ("ranks",), count),

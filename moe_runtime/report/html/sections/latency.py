@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from moe_runtime.report.html.axes import legend, panel
-from moe_runtime.report.html.figures import Run, count, percent
+from moe_runtime.report.html.figures import Run, count
 from moe_runtime.report.html.lines import Curve, distribution_chart
 from moe_runtime.report.html.markup import Html, el, join
 from moe_runtime.report.html.parts import color, run_heading, run_name, section
 from moe_runtime.report.html.tables import name, table
 from moe_runtime.report.schema import RequestRow
+from moe_runtime.report.show import percent
 
 _CHARTS = {
     "ttft_ms": ("Time to first token (TTFT)", "from the scheduled arrival"),

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 from moe_runtime.report.html.axes import panel
-from moe_runtime.report.html.figures import Format, Run, number, percent
+from moe_runtime.report.html.figures import Format, Run
 from moe_runtime.report.html.lines import Track, track_chart
 from moe_runtime.report.html.markup import Html, el, join
 from moe_runtime.report.html.parts import color, of_run, role_heading, section
 from moe_runtime.report.html.tables import fold, name, table
 from moe_runtime.report.schema import Deployment
+from moe_runtime.report.show import number, percent
 
 # column: (title, unit, form, end of the axis); percentages are drawn as such
 _COLUMNS: dict[str, tuple[str, str, Format, float | None]] = {

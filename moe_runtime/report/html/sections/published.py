@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from moe_runtime.report.html.figures import Run, count, number
+from moe_runtime.report.html.figures import Run, count
 from moe_runtime.report.html.markup import Html, el, join
 from moe_runtime.report.html.parts import color, role_heading, role_names, run_name, section, swatch
 from moe_runtime.report.html.scale import place
 from moe_runtime.report.html.tables import cell, table
 from moe_runtime.report.reference import Reference
+from moe_runtime.report.show import number
 
 _KINDS = {"prefill": "new_prefill", "decode": "output"}
 _HEAD = ("tokens/s per GPU", "as published", "of GPUs", "conditions", "read", "source")

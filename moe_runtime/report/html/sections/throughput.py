@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from moe_runtime.report.cost import Kind, costs
-from moe_runtime.report.html.figures import Key, Run, count, number
+from moe_runtime.report.html.figures import Key, Run, count
 from moe_runtime.report.html.markup import Html, Marks, el, join
 from moe_runtime.report.html.parts import run_heading, section
 from moe_runtime.report.html.tables import cell, fold, name, table
 from moe_runtime.report.schema import Deployment
+from moe_runtime.report.show import number
 
 KIND_NAMES: dict[str, str] = {
     "new_prefill": "new prefill",

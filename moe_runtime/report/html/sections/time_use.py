@@ -5,11 +5,12 @@ from typing import NamedTuple
 
 from moe_runtime.report.html.axes import legend, panel
 from moe_runtime.report.html.bars import stacked_bar
-from moe_runtime.report.html.figures import Format, Key, Run, milliseconds, number, percent
+from moe_runtime.report.html.figures import Format, Key, Run, milliseconds
 from moe_runtime.report.html.markup import Html, el, join
 from moe_runtime.report.html.parts import of_run, role_names, role_of, section
 from moe_runtime.report.html.tables import fold, name, table
 from moe_runtime.report.schema import Deployment
+from moe_runtime.report.show import number, percent
 
 
 class _Cut(NamedTuple):
