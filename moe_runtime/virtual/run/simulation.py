@@ -62,7 +62,7 @@ def run_simulation(
         model,
         requests,
         times={name: ModelTimes(p.cost) for name, p in prepared.items()},
-        kv_seconds=_kv_seconds(plan, prepared),
+        kv_seconds=kv_seconds(plan, prepared),
         listener=collector,
         events=events,
     )
@@ -85,7 +85,7 @@ class _Heard(Collector):
         self._on_request()
 
 
-def _kv_seconds(plan: EffectivePlan, prepared: Mapping[str, Prepared]) -> Callable[[int], float]:
+def kv_seconds(plan: EffectivePlan, prepared: Mapping[str, Prepared]) -> Callable[[int], float]:
     """Of a prompt's KV from rank to rank, alone on its links: scale-up links if there is one node."""
     first = plan.deployments[0]
     links, token_bytes, local = prepared[first.name].cost.links, first.kv.token_bytes, plan.cluster.nodes == 1

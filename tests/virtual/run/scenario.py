@@ -37,6 +37,8 @@ class Scenario:
     ends: list[RequestEnd] = field(default_factory=list)
     logs: dict[tuple[str, int], StepLog] = field(default_factory=dict)
     records: list[RequestRecord] = field(default_factory=list)
+    layers: int = len(LAYERS)
+    block: int = BLOCK
 
     def tell(self, instance: str, first_step: int, steps: int, start: float, each: float, **rows) -> float:
         """A run of `steps` steps of `each` seconds; `rows` as in StepRun, lists [R]. Returns its end."""
@@ -65,25 +67,35 @@ class Scenario:
                 **columns,
             )
         )
-        for rank in range(ranks):
-            self._log(instance, rank, first_step, steps, start, each, columns, decision)
+        self.record(self.runs[-1])
         return start + seconds
 
-    def _log(self, instance, rank, first_step, steps, start, each, columns, decision) -> None:
+    def record(self, run: StepRun) -> None:
+        """What the ranks log of a run of steps, all of them equal."""
+        columns = {
+            name: getattr(run, name)
+            for name in ("decode_R", "prefill_R", "cached_R", "recomputed_R", "preemptions_R", "kv_used_R")
+        }
+        for rank in range(len(run.decode_R)):
+            each = run.seconds / run.steps
+            self._log(run.instance, rank, run.first_step, run.steps, run.start, each, columns, run)
+
+    def _log(self, instance, rank, first_step, steps, start, each, columns, run) -> None:
+        decision = run.decision
         log = self.logs.setdefault(
             (instance, rank),
             StepLog(
                 instance=instance,
                 deployment=instance.split("-")[0],
                 rank=rank,
-                num_moe_layers=len(LAYERS),
+                num_moe_layers=self.layers,
             ),
         )
         of = {name: int(column[rank]) for name, column in columns.items()}
         for step in range(steps):
             first = step == 0
             # Blocks reach `kv_used` with the last step, and every row takes a BLOCK-th of one.
-            grown = of["decode_R"] * (steps - 1 - step) // BLOCK
+            grown = of["decode_R"] * (steps - 1 - step) // self.block
             log.append(
                 step=first_step + step,
                 start=start + each * step,
@@ -93,14 +105,14 @@ class Scenario:
                 prefill_tokens=of["prefill_R"],
                 cached_tokens=of["cached_R"] * first,
                 recomputed_tokens=of["recomputed_R"],
-                received_rows=[0] * len(LAYERS),
+                received_rows=[0] * self.layers,
                 kv_used_blocks=of["kv_used_R"] - grown,
                 preemptions=of["preemptions_R"] * first,
                 micro_batches=decision.micro_batches,
                 overlap_reason=int(decision.overlap_reason),
                 dispatch_mode=1 if decision.dispatch_mode == "low_latency" else 0,
-                transport_busy=each * 0.4,
-                transport_waited=each * 0.1,
+                transport_busy=run.cost.communication / steps,
+                transport_waited=run.cost.exposed / steps,
             )
 
     def end(self, index, arrival, times, *, prompt, cached=0, instance="decode-0", error=None) -> None:

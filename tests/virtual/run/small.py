@@ -61,11 +61,12 @@ def placements(plan: EffectivePlan) -> dict[str, Placement]:
     }
 
 
-def requests(count: int = 60, every: float = 0.05) -> list[VirtualRequest]:
+def requests(count: int = 60, every: float = 0.05, together: int = 1) -> list[VirtualRequest]:
+    """`together` of them arrive at a time."""
     return [
         VirtualRequest(
             index=i,
-            at=every * i,
+            at=every * (i // together),
             input_length=100 + 37 * i % 300,
             output_length=1 + 13 * i % 90,
             hash_ids=(i % 3, 100 + i) if i % 4 == 0 else (),

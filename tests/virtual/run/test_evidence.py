@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -12,6 +11,7 @@ from moe_runtime.virtual.cost.loads import place, power_law
 from moe_runtime.virtual.run.collect import Collector
 from moe_runtime.virtual.run.evidence import Simulated
 from moe_runtime.virtual.run.loads import Assumed, DeploymentLoads
+from tests.virtual.run.alike import differences
 from tests.virtual.run.scenario import BLOCK, LAYERS, RANKS, Scenario, make_facts, make_scenario
 
 
@@ -50,64 +50,18 @@ def measured(scenario):
     return build_report(make_facts(simulated=False), scenario.records, scenario.steps())
 
 
-# What the two kinds of run know differently.
-KINDS = ("simulated", "simulation", "missing")
-SECTIONS = ("balancedness", "exchange", "phases", "attribution", "rank_loads")
-
-
-def figures(report):
-    """Every value by its path, but those that the kinds of run know differently."""
-    data = msgspec.to_builtins(report)
-    for name in KINDS:
-        del data[name]
-    for section in data["deployments"]:
-        for name in SECTIONS:
-            del section[name]
-        del section["timeline"]["balancedness"]
-    return dict(leaves(data, ""))
-
-
-def leaves(value, path):
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from leaves(inner, f"{path}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from leaves(inner, f"{path}.{index}")
-    else:
-        yield path, value
-
-
-def differences(scenario):
-    """Figures of the two kinds of run that are not the same, by path."""
-    ours, theirs = figures(simulated(scenario)), figures(measured(scenario))
-    assert ours.keys() == theirs.keys()
-    # Blocks of a run of steps grow evenly here, and in whole blocks there.
-    loose = (".kv.mean_fraction", ".timeline.kv_fraction")
-    found = {}
-    for path, value in ours.items():
-        other = theirs[path]
-        slack = 0.02 if any(name in path for name in loose) else 1e-9
-        if isinstance(value, float):
-            if other is None or value != pytest.approx(other, rel=slack, abs=1e-9):
-                found[path] = (value, other)
-        elif value != other:
-            found[path] = (value, other)
-    return found
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_all_figures_are_those_of_a_measured_run(seed):
     scenario = make_scenario(seed=seed)
     assert max(r.steps for r in scenario.runs) > 4, "runs of steps are what is tested"
-    assert differences(scenario) == {}
+    assert differences(simulated(scenario), measured(scenario)) == {}
 
 
 def test_a_closed_batch_is_reported_over_the_whole_run():
     """All arrive at once: no window of arrivals, so drain and all."""
     scenario = make_scenario(requests=12, seconds=0.5)
     assert simulated(scenario).window.basis == "whole_run"
-    assert differences(scenario) == {}
+    assert differences(simulated(scenario), measured(scenario)) == {}
 
 
 def test_gaps_between_tokens_are_exact_within_runs_of_steps():

@@ -6,15 +6,19 @@ import msgspec
 import pytest
 
 from moe_runtime.errors import InputError
-from moe_runtime.report.build import report_on
+from moe_runtime.report.build import build_report, report_on
 from moe_runtime.report.facts import DeploymentFacts, RunFacts
+from moe_runtime.report.records import RequestRecord
 from moe_runtime.virtual.cluster.events import Failure, Slowdown
+from moe_runtime.virtual.cluster.simulate import simulate
+from moe_runtime.virtual.cluster.times import ModelTimes
 from moe_runtime.virtual.run.loads import LoadChoice
 from moe_runtime.virtual.run.prepare import Workload, assumptions, prepare
 from moe_runtime.virtual.run.rebalance import expert_bytes, rebalance
 from moe_runtime.virtual.run.script import RebalanceAt
-from moe_runtime.virtual.run.simulation import run_simulation
-from tests.virtual.run.scenario import make_facts
+from moe_runtime.virtual.run.simulation import kv_seconds, run_simulation
+from tests.virtual.run.alike import differences
+from tests.virtual.run.scenario import Scenario, make_facts
 from tests.virtual.run.small import MODEL, make_plan, placements, requests
 
 SKEWED = LoadChoice("power", 0.8)
@@ -83,6 +87,64 @@ def test_figures_agree_with_each_other(tmp_path):
     total = sum(decode.timeline.decode_rows_per_second) * decode.timeline.bucket_seconds
     assert total == pytest.approx(sum(r.output_length - 1 for r in arrivals))
     assert whole == pytest.approx(max(r.last_token for r in report.request_log))
+
+
+class Recorder:
+    """Listens to a cluster, and keeps what ranks and clients of a real run would have recorded."""
+
+    def __init__(self) -> None:
+        self.told = Scenario(layers=MODEL.num_moe_layers, block=16)
+        self._step_ends: dict[str, list[float]] = {}
+
+    def steps(self, run) -> None:
+        self.told.record(run)
+        each = run.seconds / run.steps
+        ends = self._step_ends.setdefault(run.instance, [])
+        ends += [run.start + each * (i + 1) for i in range(run.steps)]
+
+    def request(self, end) -> None:
+        self.told.ends.append(end)
+
+    def records(self):
+        """A token at the end of every step of its decode instance between its second and its last."""
+        found = []
+        for end in sorted(self.told.ends, key=lambda e: e.index):
+            times = [t for t in (end.first_token, end.second_token) if t is not None]
+            if end.output_tokens > 2:
+                ends = self._step_ends[end.decode_instance]
+                times += [t for t in ends if end.second_token + 1e-9 < t <= end.last_token + 1e-9]
+            assert len(times) == end.output_tokens, "a token a step, no step without"
+            told = {f.name: getattr(end, f.name) for f in dataclasses.fields(end) if "token" not in f.name}
+            del told["arrival"]
+            found.append(
+                RequestRecord(
+                    **told,
+                    scheduled_arrival=end.arrival,
+                    sent=end.arrival,
+                    token_times=times,
+                    prompt_tokens=end.prompt_tokens,
+                    cached_tokens=end.cached_tokens,
+                    output_tokens=end.output_tokens,
+                )
+            )
+        return found
+
+
+def test_a_report_of_the_cluster_is_that_of_its_ranks_and_clients(tmp_path):
+    """The cluster told twice: to the collector, and as rows per rank, step and token."""
+    plan, arrivals, recorder = make_plan(tmp_path), requests(120, together=4), Recorder()
+    prepared = prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), SKEWED)
+    simulate(
+        plan,
+        MODEL,
+        arrivals,
+        times={name: ModelTimes(p.cost) for name, p in prepared.items()},
+        kv_seconds=kv_seconds(plan, prepared),
+        listener=recorder,
+    )
+    facts = dataclasses.replace(facts_of(plan), simulation=None)
+    measured = build_report(facts, recorder.records(), recorder.told.steps())
+    assert differences(simulated(plan, arrivals), measured) == {}
 
 
 def test_the_same_twice_is_the_same(tmp_path):
