@@ -111,8 +111,9 @@ class Recorder:
         for end in sorted(self.told.ends, key=lambda e: e.index):
             times = [t for t in (end.first_token, end.second_token) if t is not None]
             if end.output_tokens > 2:
-                ends = self._step_ends[end.decode_instance]
-                times += [t for t in ends if end.second_token + 1e-9 < t <= end.last_token + 1e-9]
+                second, last = times[1], end.last_token or 0.0
+                ends = self._step_ends[end.decode_instance or ""]
+                times += [t for t in ends if second + 1e-9 < t <= last + 1e-9]
             assert len(times) == end.output_tokens, "a token a step, no step without"
             told = {f.name: getattr(end, f.name) for f in dataclasses.fields(end) if "token" not in f.name}
             del told["arrival"]
