@@ -16,6 +16,11 @@ _OWN: dict[str, tuple[Kind, ...]] = {"prefill": ("new_prefill",), "decode": ("ou
 _BOTH: tuple[Kind, ...] = ("new_prefill", "output")
 
 
+def kinds_of(role: str) -> tuple[Kind, ...]:
+    """The tokens that a role is there for."""
+    return _OWN.get(role, _BOTH)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """Cost of a million tokens of a kind; None if there were none. Without a role: of all deployments."""
@@ -36,8 +41,7 @@ def costs(report: Report, price_per_node_hour: float) -> tuple[Cost, ...]:
         (None, kind, getattr(report.system.throughput, kind).per_node_of_all) for kind in _BOTH
     ]
     for d in report.deployments:
-        kinds = _OWN.get(d.name, _BOTH)
-        rates += [(d.name, kind, getattr(d.throughput, kind).per_node_of_role) for kind in kinds]
+        rates += [(d.name, kind, getattr(d.throughput, kind).per_node_of_role) for kind in kinds_of(d.name)]
     return tuple(
         Cost(role=role, kind=kind, per_million=_per_million(price_per_node_hour, rate))
         for role, kind, rate in rates

@@ -16,7 +16,7 @@ LEFT, RIGHT, TOP, BOTTOM = 44.0, 8.0, 8.0, 22.0
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Scales of a chart whose plot is `tall` units high; y is None where rows are not a scale."""
+    """Scales of a chart whose plot is `tall` units high."""
 
     x: Scale
     y: Scale
@@ -35,20 +35,20 @@ class Frame:
         return TOP + self.tall
 
 
-def svg(height: float, description: Child, *children: Child, width: float = WIDE) -> Html:
+def svg(height: float, description: Child, *children: Child) -> Html:
     """A picture that scales with its column; `description` is read to who cannot see it."""
     return el(
         "svg",
         el("title", description),
         *children,
-        viewBox=f"0 0 {place(width)} {place(height)}",
+        viewBox=f"0 0 {place(WIDE)} {place(height)}",
         role="img",
         class_="chart",
     )
 
 
 def axes(frame: Frame, *, x_unit: str, x_scale: float = 1.0, y_ticks: Sequence[float] | None = None) -> Html:
-    """Grid lines with their values; `x_unit` stands at the end of the x axis. Values are x / x_scale."""
+    """Grid lines and values; `x_unit` stands at the end of the x axis, whose values are x / `x_scale`."""
     x, y = frame.x, frame.y
     parts = []
     for value in ticks(y.low, y.high) if y_ticks is None else y_ticks:

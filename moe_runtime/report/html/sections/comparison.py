@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from moe_runtime.report.compare import differences
+from moe_runtime.report.cost import kinds_of
 from moe_runtime.report.html.axes import panel
 from moe_runtime.report.html.bars import bar_chart
 from moe_runtime.report.html.figures import Format, Key, Run, count
@@ -71,7 +72,6 @@ def comparison(runs: Sequence[Run]) -> Html | None:
 
 def _role_bars(runs: Sequence[Run], role: str) -> list[Html]:
     """Throughput of a role, of what it makes."""
-    kinds = {"prefill": ("new_prefill",), "decode": ("output",)}.get(role, ("new_prefill", "output"))
     title = f"{role.capitalize()}: "
     return [
         _bars(
@@ -80,7 +80,7 @@ def _role_bars(runs: Sequence[Run], role: str) -> list[Html]:
             "tokens/s per node of the role",
             ("deployments", role, "throughput", kind, "per_node_of_role"),
         )
-        for kind in kinds
+        for kind in kinds_of(role)
     ]
 
 

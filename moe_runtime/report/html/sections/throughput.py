@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moe_runtime.report.cost import Kind, costs
+from moe_runtime.report.cost import costs, kinds_of
 from moe_runtime.report.html.figures import Key, Run, count
 from moe_runtime.report.html.markup import Html, Marks, el, join
 from moe_runtime.report.html.parts import run_heading, section
@@ -19,7 +19,6 @@ _COUNTED = {
     "new_prefill": "prompt tokens/s computed for the first time",
     "output": "generated tokens/s that reached clients",
 }
-_OWN: dict[str, tuple[Kind, ...]] = {"prefill": ("new_prefill",), "decode": ("output",)}
 _DENOMINATORS = ("total", "per_rank", "per_node_of_role", "per_node_of_all")
 
 
@@ -39,11 +38,7 @@ def throughput(runs: Sequence[Run]) -> Html:
 
 
 def _cards(run: Run) -> list[Html]:
-    cards = [
-        _card(run, d, kind)
-        for d in run.report.deployments
-        for kind in _OWN.get(d.name, ("new_prefill", "output"))
-    ]
+    cards = [_card(run, d, kind) for d in run.report.deployments for kind in kinds_of(d.name)]
     if len(run.report.deployments) > 1:
         cards.append(_whole(run))
     return cards
