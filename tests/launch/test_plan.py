@@ -1,5 +1,6 @@
 """`plan` from the command line to files: all it writes passes `check`, and what it cannot do it says."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 from moe_runtime.checkpoint.make import make_checkpoint
 from moe_runtime.launch import cli
 from moe_runtime.launch.preflight import preflight
-from moe_runtime.spec.catalog import DEEPSEEK_V3
+from moe_runtime.spec.catalog import CATALOG, DEEPSEEK_V3
 from moe_runtime.virtual.cost.from_plan import plan_setting
+from moe_runtime.virtual.search.what_if import CHANGES
 
 SMALL = ["--model", "deepseek-v3", "--hardware", "h200-sxm", "--nodes", "2"]
 ASKED = ["--workload", "input=1200,output=500", "--slo", "ttft=2s,tpot=50ms"]
@@ -104,3 +106,15 @@ def test_mistakes_exit_with_2_and_are_named(
 ):
     assert run(*arguments) == 2
     assert word in capsys.readouterr().err
+
+
+def test_the_documentation_names_every_option_and_question():
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    (commands,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+    options = [
+        o for a in commands.choices["plan"]._actions for o in a.option_strings if o not in ("-h", "--help")
+    ]
+    missing = [
+        word for word in (*options, *CHANGES, *CATALOG) if f"`{word.removesuffix('-fp8')}`" not in page
+    ]
+    assert missing == []
