@@ -39,14 +39,10 @@ class Prepared:
     loads: DeploymentLoads
     cost: CostModel
 
-    def with_placement(self, placement: Placement) -> "Prepared":
-        """The same with experts elsewhere."""
-        assumed = replace(self.assumed, placement=placement)
-        return _prepared(self.deployment, self.model, self.cost.setting, assumed)
-
     def balanced(self) -> "Prepared":
         """The same with the balancer's placement on the long-run loads. InputError where that cannot be."""
-        return self.with_placement(_solve(self.deployment, self.model, self.assumed))
+        assumed = replace(self.assumed, placement=_solve(self.deployment, self.model, self.assumed))
+        return _prepared(self.deployment, self.model, self.cost.setting, assumed)
 
 
 def prepare(
