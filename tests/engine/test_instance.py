@@ -8,18 +8,23 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from moe_runtime.checkpoint.make import make_checkpoint
-from moe_runtime.engine.agree import OverlapReason
+from moe_runtime.engine.agree import OverlapReason, StepKind
+from moe_runtime.report.records import RankSteps
+from moe_runtime.virtual.cluster.times import MeasuredTimes
 from tests.end_to_end.commands import write_plan
 from tests.engine.instance import Done, Driven, never_park, run_requests, run_steps, start
 from tests.expert_parallel.cases import pairwise
 from tests.expert_parallel.world import Failure, Rank, World, run_world
+from tests.virtual.cluster.replayed import Replay, Sent, draw_trace, virtual_run
 
 pytestmark = pytest.mark.multiproc
 STEPS = 500
+TRACE = draw_trace(4, 24, turns=14, seed=0)
 TIMEOUT = 0.05
 
 
@@ -157,10 +162,33 @@ def five_prompts(driven: Driven) -> list[str]:
     return both_ways(driven, [(text(mine, i, 4), 20) for i in range(2 if mine == 0 else 1)], True)
 
 
+def run_trace(driven: Driven, sent: Sequence[Sent], depth: int) -> RankSteps:
+    """COLLECTIVE: every request at its turn; the steps that this rank took."""
+    engine, mine = driven.engine, driven.rank.rank
+    engine.pipeline_depth, driven.finished = depth, {}
+    engine.desk.log.take()
+    own = {number: one for number, one in enumerate(sent) if one.rank == mine}
+    for turn in itertools.count():
+        for number in (n for n, one in own.items() if one.turn == turn):
+            prompt = text(9, depth, own[number].common) + text(
+                mine, 100 * (1 + depth) + number, own[number].own
+            )
+            driven.submit(number, prompt, own[number].output)
+            while number not in engine.scheduler.by_request:
+                engine.desk.receive()
+        if engine.step() is StepKind.PARK:
+            break
+    while len(driven.finished) < len(own):
+        driven.collect()
+    engine.pipeline_depth = 0
+    return engine.desk.log.take()
+
+
 def run_cases(rank: Rank, plan: Path, shapes: Sequence[tuple[int, ...]]) -> dict[str, object]:
     driven = start(rank, plan)
     never_park(driven)
     results = {
+        "traced": [run_trace(driven, TRACE, depth) for depth in (0, 1)],
         "one_request": one_request(driven),
         "one_idle": one_idle(driven),
         "five_prompts": five_prompts(driven),
@@ -202,6 +230,39 @@ def test_batch_shapes_give_the_same_tokens_with_overlap(cases):
 
 def test_all_of_it_was_the_same_collectives_everywhere(cases):
     assert all(c["collectives"] == cases[0]["collectives"] for c in cases)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_virtual_cluster_batches_as_these_ranks_do(cases, plan, depth):
+    """Step by step and rank by rank: each step takes what the engine's took, so that arrivals fall alike."""
+    steps = [case["traced"][depth] for case in cases]
+    walls = np.max([s.wall for s in steps], axis=0).tolist()
+    overrides = (f"deployments.unified.scheduler.pipeline_depth={depth}",)
+    kept = virtual_run(plan, overrides, TRACE, walls, Replay(walls))
+    runs = [run for run in kept.runs for _ in range(run.steps)]
+    assert len(runs) == len(walls)
+    for rank, real in enumerate(steps):
+        assert [int(r.decode_R[rank]) for r in runs] == real.decode_tokens.tolist()
+        assert [int(r.prefill_R[rank]) for r in runs] == real.prefill_tokens.tolist()
+        assert [int(r.cached_R[rank]) for r in runs] == real.cached_tokens.tolist()
+        assert [int(r.recomputed_R[rank]) for r in runs] == real.recomputed_tokens.tolist()
+    assert sum(int(s.cached_tokens.sum()) for s in steps) > 0
+    assert sum(e.output_tokens for e in kept.ends) == sum(one.output for one in TRACE)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_virtual_cluster_is_as_fast_as_these_ranks(cases, plan, depth):
+    """Of measured times only their means by rows are known; when a request comes to which step may differ."""
+    steps = [case["traced"][depth] for case in cases]
+    walls = np.max([s.wall for s in steps], axis=0)
+    decode, prefill = (
+        np.max([getattr(s, n) for s in steps], axis=0) for n in ("decode_tokens", "prefill_tokens")
+    )
+    times = MeasuredTimes(zip(decode.tolist(), prefill.tolist(), walls.tolist(), strict=True))
+    overrides = (f"deployments.unified.scheduler.pipeline_depth={depth}",)
+    kept = virtual_run(plan, overrides, TRACE, walls.tolist(), times)
+    seconds = max(r.start + r.seconds for r in kept.runs)
+    assert seconds == pytest.approx(float(walls.sum()), rel=0.1)
 
 
 def run_grid(rank: Rank, plan: Path) -> list[str]:

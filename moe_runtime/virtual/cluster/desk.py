@@ -40,6 +40,7 @@ class Track:
     request: Request
     arrival: float
     routes: dict[str, tuple[int, int]]
+    rank: int | None = None
     sequence: Sequence | None = None
     place: RankName | None = None
     source: Source | None = None
@@ -86,7 +87,7 @@ class Desk:
     def arrive(self, virtual: VirtualRequest) -> None:
         """A client sends a request."""
         request = self._requests.request(virtual)
-        track = Track(request, self._clock.now, {})
+        track = Track(request, self._clock.now, {}, virtual.rank)
         self._tracks[request.id] = track
         if not self._admit(track):
             return
@@ -331,7 +332,8 @@ class Desk:
     def _assign(self, track: Track, role: str) -> None:
         request = track.request
         tokens = len(request.prompt) + (0 if role == "prefill" else request.sampling.max_tokens)
-        index = self.routers[role].assign(tokens, prompt=request.prompt)
+        rank = track.rank if role == self._entry else None
+        index = self.routers[role].assign(tokens, prompt=request.prompt, rank=rank)
         track.routes[role] = index, tokens
 
     def _unassign(self, track: Track, role: str) -> None:

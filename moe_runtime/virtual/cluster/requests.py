@@ -30,6 +30,7 @@ class VirtualRequest:
     output_length  tokens to generate
     hash_ids       one per block of the prompt; equal ids mean equal tokens. Empty: a prompt of its own
     block_tokens   tokens of such a block; may be fractional
+    rank           index of the rank that it has to enter at, of those that take requests; None: any
     """
 
     index: int
@@ -38,6 +39,7 @@ class VirtualRequest:
     output_length: int
     hash_ids: tuple[int, ...] = ()
     block_tokens: float = 512.0
+    rank: int | None = None
 
 
 class Tokens:
