@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 RATE_SECONDS = 10.0
+# What is expected errs, the more the less there is to learn from: so much of the objective may be used up.
+PLANNED_SHARE = 0.8
 LEAST_BUSY = 0.25
 LONGEST_RETRY = 60.0
 _OUTPUT_WEIGHT = 0.05
@@ -92,7 +94,7 @@ def derive_limits(
 
     `prefill_kv_tokens` is what one prefill rank caches (a unified rank: the same as `rank_kv_tokens`).
     As much as runs may wait once more. What bounds the queue in practice is that a request may expect to
-    wait for half of the objective, and to have its first token within the whole of it.
+    wait for half of the objective, and to have its first token within `PLANNED_SHARE` of it.
     """
     running_requests = decode_ranks * rank_sequences
     running_tokens = decode_ranks * rank_kv_tokens
@@ -105,7 +107,7 @@ def derive_limits(
         queue_tokens=running_tokens,
         prompt_ranks=prompt_ranks,
         max_wait=ttft_seconds / 2,
-        max_first_token=ttft_seconds,
+        max_first_token=PLANNED_SHARE * ttft_seconds,
         timeout=timeout,
     )
 
@@ -171,12 +173,9 @@ class Admission:
         never = self._never(prompt_tokens, max_tokens)
         if never:
             return Verdict(status=Answer.NEVER, reason=never)
-        if self.draining:
-            return Verdict(status=Answer.UNAVAILABLE, reason="the server is shutting down", retry_after=5.0)
-        if self.missing:
-            return Verdict(
-                status=Answer.UNAVAILABLE, reason=f"not ready: {', '.join(self.missing)}", retry_after=2.0
-            )
+        closed = self._closed()
+        if closed is not None:
+            return closed
         timeout = self.limits.timeout if timeout is None else timeout
         entry = _Entry(
             prompt_tokens,
@@ -189,11 +188,7 @@ class Admission:
         wait = self.expected_wait(priority, now)
         late = self._lateness(entry, wait, timeout, now)
         if late > 0:
-            return Verdict(
-                status=Answer.LATER,
-                reason=f"overloaded: {wait:.1f} s of work are ahead, the first token would come too late",
-                retry_after=_retry(late),
-            )
+            return _too_late(wait, late)
         displaced = self._make_room(entry)
         if displaced is None:
             return Verdict(
@@ -208,6 +203,17 @@ class Admission:
         self._entries[request] = entry
         self._order += 1
         return Verdict(status=Answer.ADMIT, displaced=displaced)
+
+    def hopeless(self, priority: int, now: float) -> Verdict | None:
+        """What every request of this priority would be told now, however short; None: that depends on it.
+
+        Spares the work of finding out how long it is.
+        """
+        closed = self._closed()
+        if closed is not None:
+            return closed
+        wait = self.expected_wait(priority, now)
+        return _too_late(wait, wait - self.limits.max_wait) if wait > self.limits.max_wait else None
 
     def started(self, request: int, now: float) -> None:
         """The first token of a request is here; unknown ids are ignored (it may have been aborted)."""
@@ -271,6 +277,15 @@ class Admission:
             wait - min(self.limits.max_wait, limit), wait + own - min(self.limits.max_first_token, limit)
         )
 
+    def _closed(self) -> Verdict | None:
+        if self.draining:
+            return Verdict(status=Answer.UNAVAILABLE, reason="the server is shutting down", retry_after=5.0)
+        if self.missing:
+            return Verdict(
+                status=Answer.UNAVAILABLE, reason=f"not ready: {', '.join(self.missing)}", retry_after=2.0
+            )
+        return None
+
     def _never(self, prompt_tokens: int, max_tokens: int) -> str:
         limits = self.limits
         if prompt_tokens > limits.longest_prompt:
@@ -323,6 +338,14 @@ class Admission:
             self._starts.popleft()
         seconds = self._busy - begin
         return sum(cost for _, cost in self._starts) / seconds if seconds > LEAST_BUSY else 0.0
+
+
+def _too_late(wait: float, late: float) -> Verdict:
+    return Verdict(
+        status=Answer.LATER,
+        reason=f"overloaded: {wait:.1f} s of work are ahead, the first token would come too late",
+        retry_after=_retry(late),
+    )
 
 
 def _retry(seconds: float) -> float:

@@ -40,7 +40,7 @@ def test_limits_follow_from_the_kv_capacity():
         ttft_seconds=2.0,
         prompt_ranks=3,
     )
-    assert (got.max_wait, got.max_first_token, got.prompt_ranks) == (1.0, 2.0, 3)
+    assert (got.max_wait, got.max_first_token, got.prompt_ranks) == (1.0, 1.6, 3)
     assert (got.longest, got.longest_prompt) == (8192, 4096)
     assert (got.running_requests, got.running_tokens) == (128, 32768)
     assert (got.queue_requests, got.queue_tokens) == (128, 32768)
@@ -157,6 +157,24 @@ def test_a_prompt_that_would_miss_the_objective_waits_for_a_quiet_moment():
     admission.finished(10, now=6.0)
     admission.finished(12, now=6.0)
     assert admission.offer(13, prompt_tokens=80, max_tokens=1, now=6.0).admitted, "nobody is before it"
+
+
+def test_what_nobody_would_be_let_in_for_is_known_before_its_length():
+    admission = Admission(limits(running_requests=1000, running_tokens=10_000))
+    assert admission.hopeless(0, 0.0) is None
+    for i in range(4):
+        admission.offer(i, prompt_tokens=9, max_tokens=1, now=1.0 * i)
+        admission.started(i, now=1.0 * i + 1.0)
+        admission.finished(i, now=1.0 * i + 1.0, output_tokens=1)
+    for i in range(4, 7):
+        assert admission.hopeless(0, 5.0) is None
+        assert admission.offer(i, prompt_tokens=9, max_tokens=1, now=5.0).admitted
+    verdict = admission.hopeless(0, 5.0)
+    assert verdict == admission.offer(7, prompt_tokens=1, max_tokens=1, now=5.0)
+    assert verdict.status is Answer.LATER
+    assert admission.hopeless(-1, 5.0) is None, "what waits is less urgent"
+    admission.draining = True
+    assert admission.hopeless(-1, 5.0).status is Answer.UNAVAILABLE
 
 
 def test_a_server_that_starts_nothing_is_not_sent_more_and_more():

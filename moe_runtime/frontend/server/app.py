@@ -101,6 +101,7 @@ class _Endpoints:
         self, request: Request, parsed: SamplingFields, size: int, prepare: Callable[[], Prepared]
     ) -> Response:
         terms = _terms(request, parsed, self._service.timeout)
+        self._service.require_hope(terms)  # before its prompt is made into tokens
         prepared = await asyncio.to_thread(prepare) if size > _LONG_BODY else prepare()
         running = self._service.start(prepared.orders, terms)
         note = request.state.note

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moe_runtime.errors import NoRoom, RequestRefused
-from moe_runtime.frontend.admission import Admission
+from moe_runtime.frontend.admission import Admission, Verdict
 from moe_runtime.frontend.board import STALE_SECONDS
 from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.metrics import Metrics
@@ -118,6 +118,14 @@ class Service:
             return []
         return self.metrics.board.stale(now - SILENT_SECONDS + STALE_SECONDS)
 
+    def require_hope(self, terms: Terms) -> None:
+        """Raise ApiError 429 or 503 if no request of this priority is let in now, however short it is."""
+        self.admission.missing = tuple(self.not_ready())
+        verdict = self.admission.hopeless(terms.priority, time.monotonic())
+        if verdict is not None:
+            self.metrics.observe_verdict(verdict)
+            raise _turned_away(verdict)
+
     def start(self, orders: Sequence[Order], terms: Terms) -> "Running":
         """Send all outputs of a request to the ranks, or none of them.
 
@@ -203,9 +211,7 @@ class Service:
             if not verdict.admitted:
                 for admitted in ids:
                     self.admission.finished(admitted, now)
-                status = int(verdict.status)
-                code = "context_length_exceeded" if status == 400 else "overloaded"
-                raise ApiError(status, verdict.reason, code=code, retry_after=verdict.retry_after)
+                raise _turned_away(verdict)
             ids.append(request_id)
         return ids
 
@@ -213,6 +219,12 @@ class Service:
         if (running := self._choices.get(request_id)) is not None:
             message = "a more urgent request took the place of this one in the queue"
             running.fail(ApiError(429, message, code="overloaded", retry_after=1.0))
+
+
+def _turned_away(verdict: Verdict) -> ApiError:
+    status = int(verdict.status)
+    code = "context_length_exceeded" if status == 400 else "overloaded"
+    return ApiError(status, verdict.reason, code=code, retry_after=verdict.retry_after)
 
 
 def _no_rank(refusal: RequestRefused, terms: Terms) -> ApiError:

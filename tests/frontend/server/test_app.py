@@ -393,16 +393,17 @@ def test_models_and_tokens(model):
 
 def test_errors_are_the_clients_exceptions(model):
     async def story(server, client):
-        with pytest.raises(openai.BadRequestError) as bad:
-            await client.completions.create(model="stub", prompt="hi", temperature=-1)
-        assert bad.value.param == "temperature"
-        with pytest.raises(openai.NotFoundError):
-            await client.completions.create(model="gpt", prompt="hi")
         server.backend.missing = ["decode-0 rank 1"]
         with pytest.raises(openai.InternalServerError) as starting:
             await client.completions.create(model="stub", prompt="hi")
         assert "decode-0 rank 1" in str(starting.value)
         assert starting.value.response.headers["retry-after"]
+        server.backend.missing = []
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.completions.create(model="stub", prompt="hi", temperature=-1)
+        assert bad.value.param == "temperature"
+        with pytest.raises(openai.NotFoundError):
+            await client.completions.create(model="gpt", prompt="hi")
 
     talk(model, story)
 
