@@ -20,7 +20,9 @@ from moe_runtime.engine.balancing.registry import ExpertRegistry, register
 from moe_runtime.engine.balancing.reload import Reloader
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.collectives import CollectiveTrace, TracedBuffer, TracedExchange
-from moe_runtime.engine.desk import Identity, RequestDesk
+from moe_runtime.engine.desk import RequestDesk
+from moe_runtime.engine.handovers import Handovers
+from moe_runtime.engine.identity import Identity
 from moe_runtime.engine.limits import LEASE_SECONDS, agree_limits, chunk_budget, scheduler_limits
 from moe_runtime.engine.messages import ToRank
 from moe_runtime.engine.promises import Promises, room_of
@@ -219,36 +221,41 @@ def _desk(
     differing = [c.rank for c in peers if c.placement != mine.placement]
     assert not differing, f"ranks {differing} hold another placement than rank {place.rank}"
 
-    exports = [c.pool for c in cards if c.pool is not None]
-    pulls = deployment.name == "decode"
-    transport = (
-        HostTransport(loaded.kv_cache, deployment.kv.primary, loaded.layout, exports) if pulls else None
-    )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     inbox: Inbox[ToRank] = Inbox(context, mine.inbox, ToRank)
     outbox = Outbox(context)
+    identity = Identity(
+        instance=place.instance.name,
+        deployment=deployment.name,
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        addresses={(c.instance, c.rank): c.inbox for c in cards},
+    )
+    tally = Tally(flight.model.num_moe_layers)
+    reloader = Reloader(identity.instance, place.rank, loaded.decoder.tensors(), loaded.reader.reread)
     return RequestDesk(
-        identity=Identity(
-            instance=place.instance.name,
-            deployment=deployment.name,
-            rank=place.rank,
-            num_ranks=place.num_ranks,
-            addresses={(c.instance, c.rank): c.inbox for c in cards},
-        ),
+        identity=identity,
         inbox=inbox,
         outbox=outbox,
         scheduler=scheduler,
         log=StepLog(
-            instance=place.instance.name,
-            deployment=deployment.name,
+            instance=identity.instance,
+            deployment=identity.deployment,
             rank=place.rank,
             num_moe_layers=flight.model.num_moe_layers,
         ),
         clock=clock,
         eos_token_ids=flight.model.eos_token_ids,
-        leases=Leases(LEASE_SECONDS),
-        pool=loaded.pool,
-        transport=transport,
+        handovers=Handovers(
+            identity=identity,
+            outbox=outbox,
+            scheduler=scheduler,
+            tally=tally,
+            leases=Leases(LEASE_SECONDS),
+            pool=loaded.pool,
+            transport=_transport(loaded, cards),
+            weights=lambda: reloader.version,
+        ),
         promises=Promises(
             room_of(
                 deployment.name,
@@ -256,7 +263,7 @@ def _desk(
                 max_sequences=deployment.scheduler.max_sequences,
             )
         ),
-        tally=Tally(flight.model.num_moe_layers),
+        tally=tally,
         experts=make_expert_desk(
             place,
             deployment.served(flight.model),
@@ -264,7 +271,7 @@ def _desk(
             load=loaded.load,
             table=loaded.table,
             registry=loaded.registry,
-            reload=Reloader(place.instance.name, place.rank, loaded.decoder.tensors(), loaded.reader.reread),
+            reload=reloader,
             inboxes=[c.inbox for c in peers],
             staging=[c.staging_window for c in peers],
             outbox=outbox,
@@ -273,6 +280,15 @@ def _desk(
             Path(flight.effective.model.path), flight.model.vocab_size, flight.model.eos_token_ids
         ),
     )
+
+
+def _transport(loaded: Loaded, cards: list[RankCard]) -> HostTransport | None:
+    """What a decode rank fetches KV with."""
+    deployment = loaded.place.deployment
+    if deployment.name != "decode":
+        return None
+    exports = [c.pool for c in cards if c.pool is not None]
+    return HostTransport(loaded.kv_cache, deployment.kv.primary, loaded.layout, exports)
 
 
 def _dispatch_window(buffer: RankBuffer, place: Place) -> Window | None:

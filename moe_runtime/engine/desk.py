@@ -1,6 +1,6 @@
 """RequestDesk: one rank's dealings with frontends and with ranks of other instances. LOCAL.
 
-Turns messages into scheduler calls and token events into messages; keeps leases and pulls.
+Turns messages into scheduler calls and token events into messages.
 Takes no part in a step: nothing here may change which collectives run.
 """
 
@@ -10,12 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
-import msgspec
-import numpy as np
-
 from moe_runtime.engine.balancing.desk import ExpertDesk
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.extras import NOTHING, Extras
+from moe_runtime.engine.handovers import Handovers
+from moe_runtime.engine.identity import Identity
 from moe_runtime.engine.messages import (
     FRONTEND_SHIFT,
     Abort,
@@ -47,41 +46,12 @@ from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.engine.structures import Structures
 from moe_runtime.engine.tally import Tally
 from moe_runtime.engine.watchers import Watchers
-from moe_runtime.errors import RequestRefused, TransferError, UnavailableError
+from moe_runtime.errors import RequestRefused, UnavailableError
 from moe_runtime.report.records import StepLog, pack
 from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.scheduler.sampling import Constraint
 from moe_runtime.scheduler.scheduler import Scheduler, TokenEvent
-from moe_runtime.scheduler.sequences import Sequence, make_sequence
-from moe_runtime.transfer.handoff import Handoff, KVSource
-from moe_runtime.transfer.host import HostPool
-from moe_runtime.transfer.interface import KVTransport, Pull
-from moe_runtime.transfer.leases import Leases
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Who this rank is. `addresses[(instance, rank)]` are the inboxes of all ranks of the launch."""
-
-    instance: str
-    deployment: str
-    rank: int
-    num_ranks: int
-    addresses: dict[tuple[str, int], str]
-
-
-@dataclass(slots=True)
-class _Pulling:
-    sequence: Sequence
-    pull: Pull
-    source: KVSource
-
-
-class _NothingToPull:
-    """All is here already: the pull ends when it is first asked about."""
-
-    def poll(self) -> bool:
-        return True
+from moe_runtime.scheduler.sequences import make_sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +64,7 @@ class _Compiling:
 
 @dataclass(slots=True)
 class RequestDesk:
-    """`pool` and `leases` serve a prefill rank, `transport` a decode rank; either may be unused."""
+    """What frontends, and ranks of other instances, want of this rank and hear of it."""
 
     identity: Identity
     inbox: "Inbox[ToRank]"
@@ -103,9 +73,7 @@ class RequestDesk:
     log: StepLog
     clock: StepClock
     eos_token_ids: tuple[int, ...]
-    leases: Leases
-    pool: HostPool | None
-    transport: KVTransport | None
+    handovers: Handovers
     structures: Structures
     promises: Promises
     tally: Tally
@@ -115,10 +83,7 @@ class RequestDesk:
     changed: bool = False
     _frontends: dict[int, str] = field(default_factory=dict)
     _left: dict[int, str | None] = field(default_factory=dict)
-    _sources: dict[int, KVSource] = field(default_factory=dict)
-    _pulls: list[_Pulling] = field(default_factory=list)
     _compiling: list[_Compiling] = field(default_factory=list)
-    _renew_at: float = 0.0
     _watchers: Watchers = field(default_factory=Watchers)
     _arrived: dict[int, float] = field(default_factory=dict)
     _starts: dict[int, Start] = field(default_factory=dict)
@@ -128,14 +93,11 @@ class RequestDesk:
         for message in self.inbox.drain():
             self._handle(message)
         self._poll_compiling()
-        self._poll_pulls()
         now = time.monotonic()
+        self.changed |= self.handovers.poll(now)
         for frontend, answer in self.experts.poll(now):
             self._tell(frontend, answer)
         self.changed |= self.experts.busy
-        self._renew(now)
-        for lease in self.leases.expire(now):
-            self._end_lease(lease.blocks)
         if self._watchers:
             self._report(now)
 
@@ -151,9 +113,7 @@ class RequestDesk:
             waited = now - self._arrived.pop(sequence.request.id, now)
             if not sequence.transferred:
                 self._starts[sequence.request.id] = Start(sequence.cached_tokens, waited)
-        for sequence in self.scheduler.take_started_pulls():
-            source = self._sources.pop(sequence.request.id)
-            self._pulls.append(_Pulling(sequence, self._start_pull(sequence, source), source))
+        self.handovers.start_pulls()
 
     @property
     def has_work(self) -> bool:
@@ -164,19 +124,16 @@ class RequestDesk:
     @property
     def idle_stop(self) -> bool:
         """Told to stop, and nothing is left to do."""
-        busy = self.scheduler.num_requests or len(self.leases) or self._pulls or self._compiling
+        busy = self.scheduler.num_requests or self.handovers.busy or self._compiling
         return self.stopping and not busy
 
     def patience(self) -> float:
         """Seconds this rank may sleep before it must look again by itself."""
-        if self._pulls or self._compiling:
+        if self._compiling:
             return 0.001
         now = time.monotonic()
-        limit = min(self.experts.patience, self._watchers.patience(now))
-        if self._sources:
-            limit = min(limit, self.leases.seconds / 6)
-        expiry = self.leases.next_expiry()
-        return max(0.001, limit if expiry is None else min(limit, expiry - now))
+        limit = min(self.experts.patience, self._watchers.patience(now), self.handovers.patience(now))
+        return max(0.001, limit)
 
     def wake_peers(self, step: int) -> None:
         """Tell the other ranks of the instance that this one goes on to `step`."""
@@ -196,7 +153,10 @@ class RequestDesk:
                 self.promises.end(request)
             if event.kind == "handoff":
                 prefilled = Prefilled(
-                    handoff=self._grant(event), logits=extra.logits, logprobs=extra.logprobs, start=start
+                    handoff=self.handovers.grant(event),
+                    logits=extra.logits,
+                    logprobs=extra.logprobs,
+                    start=start,
                 )
                 self._tell(frontend, prefilled)
                 continue
@@ -216,8 +176,7 @@ class RequestDesk:
         self.outbox.close(unwanted={*peers, *filter(None, self._left.values())})
         self.structures.close()
         self.experts.close()
-        if self.transport is not None:
-            self.transport.close()
+        self.handovers.close()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -232,11 +191,9 @@ class RequestDesk:
             case Abort(request=request_id):
                 self._abort(request_id)
             case Release(lease=lease):
-                blocks = self.leases.release(lease)
-                if blocks is not None:
-                    self._end_lease(blocks)
+                self.handovers.release(lease)
             case Renew(lease=lease):
-                self.leases.renew(lease, time.monotonic())
+                self.handovers.leases.renew(lease, time.monotonic())
             case Wake(step=step):
                 self.wake_step = max(self.wake_step, step)
             case Hello(frontend=frontend, address=address):
@@ -264,7 +221,7 @@ class RequestDesk:
             if message.bounded and not self._promise(request.id, tokens):
                 return
         else:
-            self._sources[request.id] = message.handoff.source
+            self.handovers.expect(request.id, message.handoff.source)
         self.promises.add(request.id, tokens)
         self._arrived[request.id] = time.monotonic()
         if request.sampling.structure is None:
@@ -274,7 +231,7 @@ class RequestDesk:
 
     def _promise(self, request_id: int, tokens: int) -> bool:
         """Promise to serve a request, or tell its frontend that there is no room."""
-        leased = self.leases.num_blocks * self.scheduler.limits.block_tokens
+        leased = self.handovers.leased_tokens
         if self.promises.fits(tokens, held=leased):
             self.promises.add(request_id, tokens)
             return True
@@ -305,9 +262,7 @@ class RequestDesk:
     def _refuse(self, request_id: int, reason: str) -> None:
         self._arrived.pop(request_id, None)
         self.promises.end(request_id)
-        source = self._sources.pop(request_id, None)
-        if source is not None:
-            self._release(source)
+        self.handovers.give_up(request_id)
         me = self.identity
         refused = Refused(request=request_id, instance=me.instance, reason=f"{me.deployment}: {reason}")
         self._tell(request_id >> FRONTEND_SHIFT, refused)
@@ -329,77 +284,7 @@ class RequestDesk:
         self.promises.end(request_id)
         self._compiling = [w for w in self._compiling if w.message.request.id != request_id]
         self.scheduler.abort(request_id)
-        for blocks in self.leases.release_request(request_id):
-            self._end_lease(blocks)
-        pulling = any(p.sequence.request.id == request_id for p in self._pulls)
-        source = None if pulling else self._sources.pop(request_id, None)
-        if source is not None:
-            self._release(source)
-
-    def _renew(self, now: float) -> None:
-        """Keep the leases alive whose blocks this rank still wants: queued here, or being pulled."""
-        if now < self._renew_at:
-            return
-        self._renew_at = now + self.leases.seconds / 3
-        for source in [*self._sources.values(), *(p.source for p in self._pulls)]:
-            self.outbox.send(self._address(source), Renew(lease=source.lease))
-
-    def _address(self, source: KVSource) -> str:
-        return self.identity.addresses[source.instance, source.rank]
-
-    def _start_pull(self, sequence: Sequence, source: KVSource) -> Pull:
-        """Fetch what the prefix cache does not have of the sequence's KV."""
-        assert self.transport is not None
-        table, here = self.scheduler.table, sequence.kept_blocks
-        there = [blocks[here:] for blocks in source.blocks]
-        reused = min(here * self.scheduler.limits.block_tokens, source.num_tokens)
-        self.tally.reused_tokens += reused
-        self.tally.pulled_tokens += source.num_tokens - reused
-        if not any(there):
-            return _NothingToPull()
-        blocks = table.blocks[sequence.row, here : table.num_blocks[sequence.row]]
-        rest = msgspec.structs.replace(source, num_tokens=source.num_tokens - reused, blocks=there)
-        return self.transport.start_pull(rest, blocks)
-
-    def _poll_pulls(self) -> None:
-        for pulling in list(self._pulls):
-            try:
-                arrived = pulling.pull.poll()
-            except TransferError:
-                arrived = False  # recomputed from the prompt, which this rank has
-            if arrived is None:
-                continue
-            arrived = arrived and pulling.source.weights == self.experts.reload.version
-            self._pulls.remove(pulling)
-            self.scheduler.pulled(pulling.sequence, ok=arrived)
-            self._release(pulling.source)
-            self.changed = True
-
-    def _grant(self, event: TokenEvent) -> Handoff:
-        assert event.blocks is not None
-        request, me = event.sequence.request, self.identity
-        blocks = event.blocks[: self.scheduler.blocks_for(event.sequence.prompt_len)]
-        lease = self.leases.grant(request.id, event.blocks, time.monotonic())
-        if self.pool is not None:
-            self.pool.stamp(event.blocks, lease.id)
-        source = KVSource(
-            instance=me.instance,
-            rank=me.rank,
-            lease=lease.id,
-            num_tokens=event.sequence.prompt_len,
-            blocks=[blocks.tolist()],
-            weights=self.experts.reload.version,
-        )
-        return Handoff(request=request.id, first_token=event.token, source=source)
-
-    def _end_lease(self, blocks: "np.ndarray[tuple[int], np.dtype[np.int32]]") -> None:
-        if self.pool is not None:
-            self.pool.stamp(blocks, None)
-        self.scheduler.pool.free(blocks.tolist())
-        self.changed = True
-
-    def _release(self, source: KVSource) -> None:
-        self.outbox.send(self._address(source), Release(lease=source.lease))
+        self.handovers.end_request(request_id)
 
     def _send_stats(self) -> None:
         me, batch = self.identity, pack(self.log.take())
@@ -414,7 +299,7 @@ class RequestDesk:
         load = (
             len(scheduler.waiting),
             scheduler.table.num_running,
-            len(self._pulls),
+            self.handovers.num_pulls,
             self.promises.requests,
         )
         for frontend in self._watchers.due(now, load):
@@ -428,7 +313,7 @@ class RequestDesk:
                 waiting=len(scheduler.waiting),
                 waiting_tokens=sum(s.num_known for s in scheduler.waiting),
                 running=scheduler.table.num_running,
-                pulling=len(self._pulls),
+                pulling=self.handovers.num_pulls,
                 kv_blocks=scheduler.pool.total,
                 kv_used=scheduler.pool.num_used,
                 kv_cached=scheduler.pool.num_idle,

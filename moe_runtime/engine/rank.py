@@ -176,7 +176,7 @@ class RankEngine:
             tokens_N = samples.tokens_N.cpu().numpy().astype(np.int32)
             events = self.scheduler.commit(scheduled, tokens_N)
             self.desk.deliver(events, extras_of(scheduled.inputs.sampling, samples))
-        self.scheduler.check_invariants(leased=self.desk.leases.num_blocks)
+        self.scheduler.check_invariants(leased=self.desk.handovers.leases.num_blocks)
 
     def _record(self, scheduled: Scheduled, decision: StepDecision) -> None:
         """Close the step's clock, append its row, and let the overlap model learn from it."""

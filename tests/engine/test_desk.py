@@ -12,7 +12,9 @@ from moe_runtime.engine.balancing.desk import ExpertDesk
 from moe_runtime.engine.balancing.load import ExpertLoad
 from moe_runtime.engine.balancing.reload import Reloader
 from moe_runtime.engine.clock import StepClock
-from moe_runtime.engine.desk import Identity, RequestDesk
+from moe_runtime.engine.desk import RequestDesk
+from moe_runtime.engine.handovers import Handovers
+from moe_runtime.engine.identity import Identity
 from moe_runtime.engine.messages import (
     Abort,
     Collect,
@@ -144,21 +146,31 @@ class Rank:
         )
         name = f"{deployment}-0"
         addresses = {("prefill-0", 0): "prefill", ("decode-0", 0): "decode", ("decode-0", 1): "peer"}
+        identity = Identity(
+            instance=name, deployment=deployment, rank=0, num_ranks=num_ranks, addresses=addresses
+        )
+        tally = Tally(1)
+        reloader = Reloader(name, 0, {}, lambda path, placement: {})
         self.desk = RequestDesk(
-            identity=Identity(
-                instance=name, deployment=deployment, rank=0, num_ranks=num_ranks, addresses=addresses
-            ),
+            identity=identity,
             inbox=self.inbox,  # type: ignore[arg-type]
             outbox=self.outbox,  # type: ignore[arg-type]
             scheduler=self.scheduler,
             log=StepLog(instance=name, deployment=deployment, rank=0, num_moe_layers=1),
             clock=StepClock(),
             eos_token_ids=(7,),
-            leases=Leases(lease_seconds),
-            pool=None,
-            transport=self.transport if deployment == "decode" else None,
+            handovers=Handovers(
+                identity=identity,
+                outbox=self.outbox,  # type: ignore[arg-type]
+                scheduler=self.scheduler,
+                tally=tally,
+                leases=Leases(lease_seconds),
+                pool=None,
+                transport=self.transport if deployment == "decode" else None,
+                weights=lambda: reloader.version,
+            ),
             promises=Promises(Room(tokens=ROOM, requests=3)),
-            tally=Tally(1),
+            tally=tally,
             experts=ExpertDesk(
                 instance=name,
                 deployment=deployment,
@@ -166,7 +178,7 @@ class Rank:
                 layers=(1,),
                 load=ExpertLoad(1, 4, torch.device("cpu")),
                 placement=linear(num_layers=1, num_experts=4, num_ranks=1),
-                reload=Reloader(name, 0, {}, lambda path, placement: {}),
+                reload=reloader,
             ),
             structures=self.structures,  # type: ignore[arg-type]
         )
@@ -183,13 +195,13 @@ class Rank:
             scheduled = self.scheduler.build(64)
             tokens = np.full(len(scheduled.sampled), 3, np.int32)
             self.desk.deliver(self.scheduler.commit(scheduled, tokens), {})
-        self.scheduler.check_invariants(leased=self.desk.leases.num_blocks)
+        self.scheduler.check_invariants(leased=self.desk.handovers.leases.num_blocks)
 
     def at_baseline(self) -> bool:
         return (
             self.scheduler.pool.num_free == BLOCKS
             and self.scheduler.num_requests == 0
-            and len(self.desk.leases) == 0
+            and len(self.desk.handovers.leases) == 0
             and self.desk.promises.tokens == self.desk.promises.requests == 0
         )
 
@@ -267,14 +279,14 @@ def test_a_lease_ends_by_abort():
 
 def test_a_lease_ends_by_itself_and_lives_on_while_it_is_renewed():
     rank = prefilled()
-    (lease,) = rank.desk.leases.expire(1e12)
-    rank.desk.leases.seconds = 0.0
-    rank.desk.leases.grant(1, lease.blocks, now=0.0)
-    rank.desk.leases.seconds = 60.0
+    (lease,) = rank.desk.handovers.leases.expire(1e12)
+    rank.desk.handovers.leases.seconds = 0.0
+    rank.desk.handovers.leases.grant(1, lease.blocks, now=0.0)
+    rank.desk.handovers.leases.seconds = 60.0
     rank.inbox.messages.append(Renew(lease=1))
     rank.desk.receive()
-    assert len(rank.desk.leases) == 1, "renewed in time"
-    rank.desk.leases.seconds = 0.0
+    assert len(rank.desk.handovers.leases) == 1, "renewed in time"
+    rank.desk.handovers.leases.seconds = 0.0
     rank.give(Renew(lease=1))
     assert rank.at_baseline()
 

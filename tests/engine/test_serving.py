@@ -197,7 +197,8 @@ async def cancel_in(launch: InProcess, state: State) -> None:
             launch.fleet.abort(other)
 
         def nothing_is_held() -> bool:  # a status may be older than what was cancelled
-            held = [e.scheduler.pool.num_used + len(e.desk.leases) for e in launch.engines.values()]
+            ranks = launch.engines.values()
+            held = [e.scheduler.pool.num_used + len(e.desk.handovers.leases) for e in ranks]
             return launch.at_baseline() and not any(held)
 
         took = await launch.until(nothing_is_held, SECONDS, f"baseline after {state.__name__}, {cause}")
