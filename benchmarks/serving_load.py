@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """A server of two ranks under load, asked over HTTP: shedding, stalls by long prompts, the prefix cache.
 
-    python benchmarks/serving_load.py CHECKPOINT --trace T.jsonl --out load.jsonl [--seconds 30] [--check]
+    python benchmarks/serving_load.py CHECKPOINT --trace T.jsonl --out load.jsonl [--seconds 20] [--check]
 
 The server is `moe-runtime serve`, the client `frontend.http_replay` in this process: on a host with few
-cores they compete. A line per measurement, then one per figure with what it is compared with.
+cores they compete. A line per measurement, then one per figure with what it is compared with. Every load
+says how many cores anything else on the host was using: with more than a few hundredths its times are
+not the server's.
 
 figure   what                                                                               to reach
 goodput  requests/s that meet both objectives, open loop at 4x the capacity over that at 1x  >= 0.9
@@ -15,7 +17,9 @@ prefix   prompt tokens/s with the prefix cache over that without, of requests th
 Capacity is the most that finishes per second when over a quarter of all requests is refused.
 Objectives: a time per token of 2x what 8 streams alone take (1.5x where stalls are measured), and the
 TTFT that is given. Arrivals follow the trace's times, stretched to the rate; times of the trace that
-stand for seconds at once are spread evenly.
+stand for seconds at once are spread evenly. All loads are of the same stretch of the trace, of which the
+lower ones take every second, fourth or eighth request, and every other round goes through them backwards,
+so that neither the mix of lengths nor a drift of the machine favours one of them.
 """
 
 import argparse
@@ -50,7 +54,7 @@ from moe_runtime.spec.requests import SamplingParams
 
 PORT = 18431
 SEQUENCES = 8
-SHED, SATURATED_PASSES = 0.25, 3
+SHED, SATURATED_PASSES = 0.25, 2
 PATIENT_MS = 1e6  # an objective with which nothing is refused
 LOADS = (0.5, 1.0, 2.0, 4.0)
 STREAMS = 8
@@ -111,12 +115,15 @@ class Bench:
                 process.terminate()
                 process.wait(60)
 
-    def arrivals(self, rate: float, seconds: float) -> list[Arrival]:
-        """Requests of the trace at its own times, so stretched that `rate` come per second."""
-        count = min(len(self.requests), max(8, round(rate * seconds)))
-        at = spread([r.arrival for r in self.requests[:count]])
+    def arrivals(self, rate: float, seconds: float, every: int = 1) -> list[Arrival]:
+        """Requests of the trace at its own times, so stretched that `rate` come per second.
+
+        Of `every` consecutive ones, the first.
+        """
+        count = min(len(self.requests) // every, max(8, round(rate * seconds)))
+        at = spread([r.arrival for r in self.requests[: count * every]])[::every]
         stretch = count / rate / max(at[-1], 1e-9)
-        return [self.arrival(i, at[i] * stretch) for i in range(count)]
+        return [self.arrival(i * every, at[i] * stretch) for i in range(count)]
 
     def arrival(self, i: int, at: float, output: int | None = None) -> Arrival:
         """Request i of the trace, at another time; `output` tokens instead of its own."""
@@ -138,6 +145,47 @@ async def _ready(server: Server, process: "subprocess.Popen[bytes]", log: Path) 
             pass
         await asyncio.sleep(0.2)
     raise RuntimeError(f"the server was not ready after {READY_SECONDS} s")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuUse:
+    """CPU seconds used so far: by this process, by its children and theirs, by everything on the host."""
+
+    at: float
+    client: float
+    server: float
+    host: float
+
+    @classmethod
+    def now(cls) -> "CpuUse":
+        tick = os.sysconf("SC_CLK_TCK")
+        user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+        return cls(
+            time.monotonic(),
+            time.process_time(),
+            sum(map(_ticks, _descendants(os.getpid()))) / tick,
+            (user + nice + system + irq + softirq) / tick,
+        )
+
+    def since(self, before: "CpuUse") -> dict[str, float]:
+        """Cores in use on average since then."""
+        seconds = self.at - before.at
+        client, server = self.client - before.client, self.server - before.server
+        others = max(0.0, self.host - before.host - client - server)
+        used = {"client": client, "server": server, "others": others}
+        return {name: round(value / seconds, 3) for name, value in used.items()}
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            yield child
+            yield from _descendants(child)
+
+
+def _ticks(pid: int) -> int:
+    """User and system time of a process."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
 
 
 def spread(times: Sequence[float]) -> list[float]:
@@ -266,7 +314,7 @@ def measure_loads(bench: Bench, tpot_ms: float) -> float:
     with bench.server(tpot_ms=tpot_ms, ttft_ms=bench.ttft_ms) as server:
         capacity = measure_capacity(bench, server)
         for number in range(bench.rounds):
-            for load in LOADS:
+            for load in LOADS[:: -1 if number % 2 else 1]:
                 met[load] += measure_load(bench, server, load, load * capacity, tpot_ms, number)
     return met[4.0] / met[1.0]
 
@@ -307,13 +355,15 @@ def measure_load(
     bench: Bench, server: Server, load: float, rate: float, tpot_ms: float, number: int
 ) -> float:
     """Good requests per second at a rate of arrivals."""
-    arrivals = bench.arrivals(rate, bench.seconds)
+    arrivals = bench.arrivals(rate, bench.seconds, every=round(LOADS[-1] / load))
     # Another first token: no phase before has left these prompts in the cache.
     first = 40 + len(LOADS) * number + LOADS.index(load)
     fresh = [replace(a, prompt=[first, *a.prompt[1:]]) for a in arrivals]
     scraper = Scraper(server)
     asyncio.run(scraper.look())
+    before = CpuUse.now()
     records = replay(server, fresh, bench.checkpoint.name)
+    cores = CpuUse.now().since(before)
     span = max(a.at for a in arrivals)
     time.sleep(1.5)  # a status is on its way
     asyncio.run(scraper.look())
@@ -329,6 +379,9 @@ def measure_load(
         finished=len(done),
         refused=refused,
         failed=len(records) - len(done) - refused,
+        late=sum(outcome(r).ttft * 1e3 > bench.ttft_ms for r in done),
+        slow=sum((outcome(r).tpot or 0.0) * 1e3 > tpot_ms for r in done),
+        cores=cores,
         goodput_per_second=round(good(records, bench.ttft_ms, tpot_ms) / span, 3),
         prompt_tokens_per_second=round(sum(r.prompt_tokens for r in done) / span, 1),
         ttft_ms=percentiles([outcome(r).ttft * 1e3 for r in done]),
@@ -374,7 +427,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scale-lengths", type=float, default=1 / 32)
     parser.add_argument("--limit", type=int, default=1000, help="requests of the trace")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each phase")
     parser.add_argument("--rounds", type=int, default=2, help="of the loads, one after the other")
     parser.add_argument("--ttft-ms", type=float, default=4000.0, help="objective")
     parser.add_argument("--only", choices=("loads", "stall", "prefix"))

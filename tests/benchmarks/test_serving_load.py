@@ -4,6 +4,7 @@ import importlib.util
 import io
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,9 @@ def test_arrivals_come_at_the_rate_that_was_asked_for(load, tmp_path, rate):
     assert [a.prompt for a in arrivals] == list(it.prompts[: len(arrivals)])
     assert {a.sampling.max_tokens for a in arrivals} == {2}
     assert it.arrival(0, 1.0, output=1).sampling.max_tokens == 1
+    thinned = it.arrivals(rate / 4, 10.0, every=4)
+    assert [a.index for a in thinned] == [4 * i for i in range(len(thinned))]
+    assert len(thinned) / thinned[-1].at == pytest.approx(rate / 4)
 
 
 def test_requests_that_share_half_of_their_blocks_are_found(load, tmp_path):
@@ -94,3 +98,14 @@ def test_good_is_what_finished_within_both_objectives(load):
     assert load.gaps_ms([in_time, slow, failed]).round().tolist() == [100, 100, 800]
     assert load.percentiles([1.0, 2.0, 3.0])["p50"] == 2.0
     assert load.percentiles([]) == {}
+
+
+def test_cores_in_use_are_told_apart(load):
+    before = load.CpuUse.now()
+    deadline = before.client + 0.2
+    while time.process_time() < deadline:
+        pass
+    cores = load.CpuUse.now().since(before)
+    assert cores["client"] > 0.01
+    assert cores["server"] == 0.0, "this process has no children that work"
+    assert cores["others"] >= 0.0

@@ -170,11 +170,14 @@ def test_what_nobody_would_be_let_in_for_is_known_before_its_length():
         assert admission.hopeless(0, 5.0) is None
         assert admission.offer(i, prompt_tokens=9, max_tokens=1, now=5.0).admitted
     verdict = admission.hopeless(0, 5.0)
+    assert verdict is not None
     assert verdict == admission.offer(7, prompt_tokens=1, max_tokens=1, now=5.0)
     assert verdict.status is Answer.LATER
     assert admission.hopeless(-1, 5.0) is None, "what waits is less urgent"
     admission.draining = True
-    assert admission.hopeless(-1, 5.0).status is Answer.UNAVAILABLE
+    closed = admission.hopeless(-1, 5.0)
+    assert closed is not None
+    assert closed.status is Answer.UNAVAILABLE
 
 
 def test_a_server_that_starts_nothing_is_not_sent_more_and_more():
