@@ -109,7 +109,7 @@ class Experts:
             await self._until(lambda: self._all("in use", "failed"), READ_SECONDS)
             if not self._all("in use"):
                 causes = [f"{i} rank {r}: {a.why}" for (i, r), a in answers.items() if a.why]
-                raise RequestRefused(f"{path}: not loaded; {'; '.join(causes)}")
+                raise RequestRefused(f"{path}: not loaded; {'; '.join(causes) or 'dropped, ask again'}")
 
     def _all(self, *states: ReloadState) -> bool:
         """Every rank's newest answer is one of these."""

@@ -16,12 +16,15 @@ from fastapi.responses import Response
 from safetensors.numpy import load_file, save_file
 
 from moe_runtime.checkpoint.make import make_checkpoint
+from moe_runtime.errors import PlanError
 from moe_runtime.frontend.experts import Experts
 from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.server.experts_admin import add_experts_admin
+from moe_runtime.launch import reload
 from moe_runtime.launch.preflight import preflight
 from moe_runtime.launch.reload import require_replacement
 from moe_runtime.scheduler.scheduler import Scheduler
+from tests.end_to_end.commands import write_plan
 from tests.engine.in_process import InProcess, ranks, running
 
 TOKENS, ENDLESS = 8, 400
@@ -151,3 +154,13 @@ def spoiled(folder: Path, model: Path) -> list[Path]:
     next(v for name, v in tensors.items() if "e_score_correction_bias" not in name).reshape(-1)[0] = np.nan
     save_file(tensors, file)
     return [folder / "missing", other, words, nan]
+
+
+def test_a_second_set_of_weights_must_fit(tmp_path, monkeypatch):
+    make_checkpoint(tmp_path / "model", family="qwen3_moe", size="tiny")
+    plan = write_plan(tmp_path / "plan.yaml", tmp_path / "model", {"unified": {"expert_parallel": 2}})
+    flight = preflight(plan, (), check_tensors=False)
+    require_replacement(flight, tmp_path / "model")
+    monkeypatch.setattr(reload, "available_memory_bytes", lambda: 1000)
+    with pytest.raises(PlanError, match="0 MiB are free"):
+        require_replacement(flight, tmp_path / "model")
