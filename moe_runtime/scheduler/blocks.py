@@ -55,7 +55,14 @@ class BlockPool:
     def allocate(self, count: int) -> NDArray[np.int32]:
         """int32 [count] block indices with one holder each; the caller has asked `can_allocate`."""
         assert self.can_allocate(count), f"{count} blocks asked, {self.num_free} free"
-        return np.array([self.allocate_one() for _ in range(count)], np.int32)
+        blank = self._blank
+        rest = max(0, len(blank) - count)
+        taken = blank[rest:][::-1]
+        del blank[rest:]
+        taken += [self._evict() for _ in range(count - len(taken))]
+        blocks = np.array(taken, np.int32)
+        self._all_holders[blocks] = 1
+        return blocks
 
     def allocate_one(self) -> int:
         """A block with one holder; the caller has asked `can_allocate`."""
@@ -89,6 +96,15 @@ class BlockPool:
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
+
+    def keep_all(self, blocks: Iterable[int], keys: Iterable[Hashable]) -> None:
+        """As `keep` of each block."""
+        holders, block_of, key_of = self._holders, self._block_of, self._key_of
+        for block, key in zip(blocks, keys, strict=True):
+            assert holders[block] > 0, f"block {block} is not held"
+            if key not in block_of and block not in key_of:
+                block_of[key] = block
+                key_of[block] = key
 
     def find(self, keys: Iterable[Hashable]) -> list[int]:
         """The blocks of the leading keys that are kept."""

@@ -11,9 +11,7 @@ changes but contexts are taken at once. What a Scheduler keeps in a running sequ
 At depth 1 a turn settles the step before the one it counts, at depth 0 the same.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -251,23 +249,23 @@ class CountedScheduler(Scheduler):
         done = np.maximum(self._keep_at[rows] - computed - 1, lag)
         events = []
         near = (first < steps).nonzero()[0]
-        for row, *key, turn in self._ordered(rows[near], first[near]):
-            events += [(t, False, *key, row, 0) for t in range(turn, steps, size)]
+        short = rows[near]
+        urgency, arrival = table.urgency[short].tolist(), table.arrival[short].tolist()
+        for row, u, a, turn in zip(short.tolist(), urgency, arrival, first[near].tolist(), strict=True):
+            for t in range(turn, steps, size):
+                events.append((t, False, u, a, row, 0))
         near = (done < steps).nonzero()[0]
-        for row, *key, keep_at, begin, least in self._ordered(
-            rows[near], self._keep_at[rows[near]], computed[near] + 1, lag[near]
-        ):
+        full = rows[near]
+        urgency, arrival = table.urgency[full].tolist(), table.arrival[full].tolist()
+        numbers = (self._keep_at[full].tolist(), computed[near].tolist(), lag[near].tolist())
+        for row, u, a, keep_at, before, least in zip(full.tolist(), urgency, arrival, *numbers, strict=True):
+            begin = before + 1
             for tokens in range(keep_at, begin + steps, unit):
                 turn = max(tokens - begin, least)
                 if turn < steps:
-                    events.append((turn, True, *key, row, begin + turn))
+                    events.append((turn, True, u, a, row, begin + turn))
         events.sort()
         return events
-
-    def _ordered(self, rows: Rows, *values: NDArray[Any]) -> Iterator[tuple[int, ...]]:
-        """(row, urgency, arrival, values...) of each row, in plain numbers."""
-        columns = (rows, self.table.urgency[rows], self.table.arrival[rows], *values)
-        return zip(*(column.tolist() for column in columns), strict=True)
 
     def _first_needs(self, rows: Rows) -> NDArray[np.int32]:
         """Turns before the one in which each decode row needs another block."""

@@ -104,17 +104,21 @@ class Ranks:
         That is this step's samples at depth 0, and those of the step before at depth 1. Nothing happens to a
         rank between its turns, so they are settled at once; they are known when their step ends.
         """
-        self.prefill_R[:] = 0
         events: list[tuple[int, TokenEvent]] = []
         for rank in self._full:
             r = self._ranks[rank]
+            r.paid = step + 1
+            if not self.decode_R[rank] and not self.prefill_R[rank]:
+                assert r.flight is not None
+                events += [(rank, event) for event in r.scheduler.settle(r.flight)]
+                r.flight, r.scheduler.step = None, step + 1
+                continue
             counted = r.scheduler.count(decision.token_level, decision.chunk_tokens)
             self._note(rank, counted)
             settled = r.flight if self._depth else counted
             if settled is not None:
                 events += [(rank, event) for event in r.scheduler.settle(settled)]
             r.flight = counted if self._depth and len(counted.rows) else None
-            r.paid = step + 1
         return events
 
     def flush(self) -> list[tuple[int, TokenEvent]]:
@@ -196,7 +200,7 @@ class Ranks:
             self._due_R[rank] = NEVER
 
     def _run_on(self, rank: int, step: int, horizon: int) -> None:
-        """From this step on the rank owes its steps. What is in flight is settled by paying the first of them."""
+        """From this step on the rank owes its steps. What is in flight is settled with the first."""
         r = self._ranks[rank]
         r.plain = True
         self.decode_R[rank], self.context_R[rank] = r.scheduler.decode_load()

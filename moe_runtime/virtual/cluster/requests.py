@@ -97,6 +97,14 @@ class Tokens:
             return self._request << 32 | end
         return -(self._chains[self._id_at(end - 1)] << 32 | end)
 
+    def keys(self, first: int, end: int, unit: int) -> list[int]:
+        """`key` of the ends of units `first` to `end` - 1, each of `unit` tokens."""
+        ends = range((first + 1) * unit, (end + 1) * unit, unit)
+        if (first + 1) * unit > self._prompt or not self._chains:
+            own = self._request << 32
+            return [own | end for end in ends]
+        return [self.key(end) for end in ends]
+
     def _id_at(self, place: int) -> int:
         # Blocks may be fractional, and rounding may add a token after the last one.
         return min(int(place / self._block), len(self._ids) - 1)
@@ -151,13 +159,14 @@ class VirtualPrefix(PrefixCache):
         return self._pool.find(tokens.key(end) for end in range(unit, sequence.num_known, unit))
 
     def keep(self, sequence: Sequence, blocks: I32, num_computed: int) -> None:
-        complete = min(num_computed, sequence.num_known)
+        known = sequence.num_known
+        complete = num_computed if num_computed < known else known
         if complete < sequence.keep_at:
             return
-        tokens, unit, end = cast("Tokens", sequence.tokens), self.unit_tokens, complete // self.unit_tokens
-        for index in range(sequence.kept_blocks, end):
-            self._pool.keep(int(blocks[index]), tokens.key((index + 1) * unit))
-        self.admitted(sequence, end)
+        tokens, unit, first = cast("Tokens", sequence.tokens), self.unit_tokens, sequence.kept_blocks
+        end = complete // unit
+        self._pool.keep_all(blocks[first:end].tolist(), tokens.keys(first, end, unit))
+        sequence.kept_blocks, sequence.keep_at = end, (end + 1) * unit
 
 
 class VirtualScheduler(CountedScheduler):
