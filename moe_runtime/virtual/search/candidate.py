@@ -13,6 +13,7 @@ from moe_runtime.spec.kv import kv_spec
 from moe_runtime.virtual.search.option import Option
 from moe_runtime.virtual.search.query import Objectives, Query, Workload
 from moe_runtime.virtual.search.room import BLOCK_TOKENS
+from moe_runtime.virtual.search.space import replaced_tokens
 
 TAIL = 0.1
 """Share of the requests that may wait longer than the TTFT that objectives are held against."""
@@ -27,7 +28,7 @@ class Candidate:
     prefill, decode   options of the instances; a unified one is `decode`, without `prefill`
     copies            (prefill, decode) instances
     rate              requests/s of all
-    busy              (prefill, decode) share of the time, at that rate
+    busy              (prefill, decode) share of the time, at that rate; of a unified one's chunks, its batch
     ttft, tpot        seconds: at the 90th percentile, on average
     throughput        output tokens/s per node, of all nodes asked for
     limit             which of the phases gives no more
@@ -81,6 +82,7 @@ def candidates(
     total, per_node = query.ranks, query.ranks_per_node
     for option in unified:
         yield unified_deployment(query, option, total // option.choice.ranks)
+    link = link_rate(query)
     for first in prefill:
         for copies in range(1, total // first.choice.ranks + 1):
             mine = copies * first.choice.ranks
@@ -88,19 +90,19 @@ def candidates(
                 ranks = second.choice.ranks
                 others = (total - mine) // ranks
                 if others and mine % min(ranks, per_node) == 0:
-                    yield pair(query, first, second, (copies, others))
+                    yield pair(query, first, second, (copies, others), link)
 
 
 def unified_deployment(query: Query, option: Option, copies: int) -> Candidate:
     """Instances that run both phases, full."""
-    busy = query.objectives.utilisation
+    busy = replaced_tokens(query, option.choice.sequences) / option.choice.chunk
     rate = option.rate * copies
     return Candidate(
         prefill=None,
         decode=option,
         copies=(0, copies),
         rate=rate,
-        busy=(0.0, 1.0),
+        busy=(busy, 1.0),
         ttft=first_token(option, query.workload, busy),
         tpot=option.tpot,
         throughput=rate * query.workload.output / query.nodes,
@@ -108,9 +110,11 @@ def unified_deployment(query: Query, option: Option, copies: int) -> Candidate:
     )
 
 
-def pair(query: Query, first: Option, second: Option, copies: tuple[int, int]) -> Candidate:
-    """Instances of prefill and decode that serve what the slower of them, or the link between them, can."""
-    link = _link_rate(query)
+def pair(query: Query, first: Option, second: Option, copies: tuple[int, int], link: float) -> Candidate:
+    """Instances of prefill and decode that serve what the slower of them can, or the link between them.
+
+    `link` as `link_rate` has it.
+    """
     supply, demand = first.rate * copies[0], second.rate * copies[1]
     linked = link * min(first.choice.ranks * copies[0], second.choice.ranks * copies[1])
     bounds: tuple[tuple[float, Limit], ...] = (
@@ -133,7 +137,7 @@ def pair(query: Query, first: Option, second: Option, copies: tuple[int, int]) -
     )
 
 
-def _link_rate(query: Query) -> float:
+def link_rate(query: Query) -> float:
     """Requests/s whose KV one rank can send or receive."""
     model, hardware = query.model, query.machine.hardware
     token = kv_spec(model, block_tokens=BLOCK_TOKENS, dtype=model.dtype).token_bytes

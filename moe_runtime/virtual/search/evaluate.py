@@ -1,8 +1,8 @@
 """Evaluate: an option out of a choice: whether it fits, its step, how many requests a second it serves.
 
 Owns the steady state of one instance with full batches. Decode: every group has its sequences at the mean
-context. Prefill: every group a full chunk of mean prompts. Unified: as many prompt tokens in a step as the
-sequences that end in it need to be replaced.
+context. Prefill: every group a full chunk of mean prompts. Unified: groups have chunks by chance, as many on
+average as sequences end.
 """
 
 import math
@@ -18,6 +18,7 @@ from moe_runtime.virtual.search.option import Choice, Option, bare
 from moe_runtime.virtual.search.query import Query
 from moe_runtime.virtual.search.room import BLOCK_TOKENS, Room, room
 from moe_runtime.virtual.search.skew import Skews
+from moe_runtime.virtual.search.space import replaced_tokens
 
 SIGMAS = 2.0
 """Standard deviations above the mean for which a rank's cache has room."""
@@ -59,27 +60,41 @@ class Evaluator:
         return n * (work.context + BLOCK_TOKENS / 2) + SIGMAS * math.sqrt(n) * work.spread
 
     def _cost(self, choice: Choice, found: Room) -> StepCost:
-        shape = self._shape(choice)
-        cost = self._model(choice, found).step(shape)
+        model = self._model(choice, found)
+        if choice.phase == "unified":
+            return self._mixed(choice, model)
+        cost = model.step(self._shape(choice, choice.chunk, choice.groups))
         if choice.queries > 1:  # a draft layer is one more of the model's layers
             cost = cost.times(1 + self.query.model.mtp_layers / self.query.model.num_layers)
         return cost
 
-    def _shape(self, choice: Choice) -> StepShape:
+    def _mixed(self, choice: Choice, model: CostModel) -> StepCost:
+        """Mean of steps without prompts and of those in which some groups have a chunk: all wait for them."""
+        has = replaced_tokens(self.query, choice.sequences) / choice.chunk
+        nobody = (1 - has) ** choice.groups
+        loaded = has * choice.groups / (1 - nobody)
+        without, more = model.step(self._shape(choice, 0, 0.0)), math.ceil(loaded)
+        some = model.step(self._shape(choice, choice.chunk, more))
+        if more > 1 and more > loaded:
+            fewer = model.step(self._shape(choice, choice.chunk, more - 1))
+            some = some.times(loaded - more + 1).plus(fewer.times(more - loaded))
+        return some.times(1 - nobody).plus(without.times(nobody))
+
+    def _shape(self, choice: Choice, tokens: int, loaded: float) -> StepShape:
+        """A step in which `loaded` groups have `tokens` prompt tokens each."""
         work, groups = self.query.workload, choice.groups
-        tokens = float(choice.chunk) if choice.phase == "prefill" else 0.0
-        if choice.phase == "unified":
-            tokens = choice.sequences * work.computed / work.output
         prompts = tokens / work.computed
         # A prompt of several chunks finds its earlier ones cached: half of them on average.
-        earlier = max(0.0, (work.computed - tokens) / 2) if choice.phase == "prefill" else 0.0
+        earlier = max(0.0, (work.computed - tokens) / 2)
         one = np.ones(groups)
+        chunk_R = np.where(np.arange(groups) < loaded, float(tokens), 0.0)
+        prefix = max(prompts, 1.0) * (work.cached + earlier)
         return StepShape(
             decode_sequences_R=one * choice.sequences,
             decode_context_R=one * (choice.sequences * work.context),
-            prefill_tokens_R=one * tokens,
-            prefill_pairs_R=one * (tokens * (work.cached + (work.computed + 1) / 2)),
-            prefill_prefix_R=one * (max(prompts, min(tokens, 1.0)) * (work.cached + earlier)),
+            prefill_tokens_R=chunk_R,
+            prefill_pairs_R=chunk_R * (work.cached + (work.computed + 1) / 2),
+            prefill_prefix_R=np.where(chunk_R > 0, prefix, 0.0),
             queries=choice.queries,
             mode="low_latency" if choice.phase == "decode" else "normal",
             micro_batches=choice.micro_batches,

@@ -29,7 +29,8 @@ class Choice:
     whole         every rank holds a slice of each expert: one tensor-parallel group
     redundant     experts, per layer
     sequences     decoding sequences of a group
-    chunk         prompt tokens of a group in a step
+    chunk         prompt tokens of a group in a step, at most
+    cut           unified: chunks are about so many times what replaces the sequences that end in a step
     queries       rows of a decoding sequence: 1, or 1 and a draft
     backend       of dispatch; max_tokens rows of a rank in one round
     """
@@ -42,6 +43,7 @@ class Choice:
     micro_batches: Literal[1, 2] = 1
     sequences: int = 0
     chunk: int = 0
+    cut: int = 1
     queries: int = 1
     backend: str = "deepep"
     max_tokens: int = 1

@@ -12,7 +12,7 @@ from moe_runtime.virtual.search.candidate import Candidate, candidates, first_to
 from moe_runtime.virtual.search.evaluate import Evaluator
 from moe_runtime.virtual.search.option import KINDS, Choice, Option, Phase, bare
 from moe_runtime.virtual.search.query import Query, checked
-from moe_runtime.virtual.search.space import backends, batches, drafts, instances
+from moe_runtime.virtual.search.space import backends, batches, instances, variants
 
 PHASES: tuple[Phase, ...] = ("prefill", "decode", "unified")
 SLOWEST = 1.5
@@ -88,7 +88,7 @@ class Ladders:
         self._query = evaluator.query
         self._rungs: dict[Choice, tuple[list[Option], str]] = {}
         for instance in instances(self._query, phase):
-            for choice in drafts(self._query, instance):
+            for choice in variants(self._query, instance):
                 self._rungs[bare(choice)] = self._climb(evaluator, choice)
 
     def options(self) -> list[Option]:
@@ -180,7 +180,7 @@ def _difference(mine: Choice, other: Choice) -> str:
         return f"{other.redundant} redundant"
     if other.micro_batches != mine.micro_batches:
         return "one micro-batch" if other.micro_batches == 1 else "two micro-batches"
-    return ""
+    return "" if other.cut == mine.cut else ("larger chunks" if other.cut > mine.cut else "smaller chunks")
 
 
 def _stops(query: Query, winner: Candidate, ladders: dict[Phase, Ladders]) -> dict[Phase, str]:

@@ -23,7 +23,8 @@ SOME_NODES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40,
 ROUND = DOCUMENTED_LOW_LATENCY_TOKENS // 4 * 4
 REDUNDANT_SHARES = (0, 1 / 8, 1 / 4)
 TORCH_ROUND = 2048
-CHUNK_UNIT = 64
+CHUNK_UNIT = 16
+CUTS = (2, 4)
 
 
 def degrees(query: Query) -> Iterator[int]:
@@ -102,18 +103,27 @@ def _decode(choice: Choice) -> Iterator[Choice]:
 
 
 def _unified(query: Query, choice: Choice) -> Iterator[Choice]:
-    work, busy = query.workload, query.objectives.utilisation
+    """Chunks that prompts fill as far as prefill may be busy, or that part of it that `cut` says."""
+    busy = query.objectives.utilisation / choice.cut
     for sequences in BATCHES:
-        chunk = math.ceil(sequences * work.computed / work.output / busy / CHUNK_UNIT) * CHUNK_UNIT
+        tokens = replaced_tokens(query, sequences)
+        chunk = math.ceil(tokens / busy / CHUNK_UNIT) * CHUNK_UNIT
         if sequences > ROUND or chunk > CHUNKS[-1]:
             return
         if sequences >= choice.micro_batches:
             yield replace(choice, sequences=sequences, chunk=chunk, max_tokens=sequences + chunk)
 
 
-def drafts(query: Query, choice: Choice) -> Iterator[Choice]:
-    """The choice, and with drafts where the workload says how many are accepted."""
+def replaced_tokens(query: Query, sequences: int) -> float:
+    """Prompt tokens a step, so that as many sequences begin as end."""
+    return sequences * query.workload.computed / query.workload.output
+
+
+def variants(query: Query, choice: Choice) -> Iterator[Choice]:
+    """The choice; in decode also with drafts, if the workload says how many are accepted; other chunks."""
     yield choice
+    if choice.phase == "unified":
+        yield from (replace(choice, cut=cut) for cut in CUTS)
     if choice.phase == "decode" and query.workload.acceptance is not None:
         yield replace(choice, queries=2)
 
@@ -126,5 +136,5 @@ def backends(query: Query, choice: Choice) -> Iterator[Choice]:
     """
     yield choice
     hardware = query.machine.hardware
-    if choice.phase == "prefill" and choice.backend == "deepep" and choice.ranks <= hardware.scaleup_world:
-        yield replace(choice, backend="torch", max_tokens=min(choice.chunk, TORCH_ROUND))
+    if choice.phase != "decode" and choice.backend == "deepep" and choice.ranks <= hardware.scaleup_world:
+        yield replace(choice, backend="torch", max_tokens=min(choice.max_tokens, TORCH_ROUND))
