@@ -18,7 +18,7 @@ from moe_runtime.virtual.search.space import replaced_tokens
 TAIL = 0.1
 """Share of the requests that may wait longer than the TTFT that objectives are held against."""
 
-Limit = Literal["prefill", "decode", "KV link"]
+Limit = Literal["prefill", "TTFT", "decode", "KV link"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Candidate:
     busy              (prefill, decode) share of the time, at that rate; of a unified one's chunks, its batch
     ttft, tpot        seconds: at the 90th percentile, on average
     throughput        output tokens/s per node, of all nodes asked for
-    limit             which of the phases gives no more
+    limit             what gives no more: a phase, the wait for prefill, the link between the phases
     """
 
     prefill: Option | None
@@ -75,6 +75,24 @@ def first_token(option: Option, work: Workload, busy: float) -> float:
     return (1 - TAIL) * option.step + late + option.chunks * option.step
 
 
+def most_busy(query: Query, option: Option) -> float:
+    """The largest share of the time that prefill may be busy, so that the first token comes in time.
+
+    Where no share is small enough, what the objectives allow.
+    """
+    asked, work = query.objectives, query.workload
+    low, high = 0.0, asked.utilisation
+    if first_token(option, work, low) > asked.ttft or first_token(option, work, high) <= asked.ttft:
+        return high
+    for _ in range(40):
+        middle = (low + high) / 2
+        if first_token(option, work, middle) <= asked.ttft:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 def candidates(
     query: Query, prefill: Sequence[Option], decode: Sequence[Option], unified: Sequence[Option]
 ) -> Iterator[Candidate]:
@@ -84,13 +102,14 @@ def candidates(
         yield unified_deployment(query, option, total // option.choice.ranks)
     link = link_rate(query)
     for first in prefill:
+        busy = most_busy(query, first)
         for copies in range(1, total // first.choice.ranks + 1):
             mine = copies * first.choice.ranks
             for second in decode:
                 ranks = second.choice.ranks
                 others = (total - mine) // ranks
                 if others and mine % min(ranks, per_node) == 0:
-                    yield pair(query, first, second, (copies, others), link)
+                    yield _pair(query, first, second, (copies, others), link, busy)
 
 
 def unified_deployment(query: Query, option: Option, copies: int) -> Candidate:
@@ -110,15 +129,18 @@ def unified_deployment(query: Query, option: Option, copies: int) -> Candidate:
     )
 
 
-def pair(query: Query, first: Option, second: Option, copies: tuple[int, int], link: float) -> Candidate:
-    """Instances of prefill and decode that serve what the slower of them can, or the link between them.
+def pair(query: Query, first: Option, second: Option, copies: tuple[int, int]) -> Candidate:
+    """Instances of prefill and decode that serve what the slower of them can, or the link between them."""
+    return _pair(query, first, second, copies, link_rate(query), most_busy(query, first))
 
-    `link` as `link_rate` has it.
-    """
+
+def _pair(
+    query: Query, first: Option, second: Option, copies: tuple[int, int], link: float, most: float
+) -> Candidate:
     supply, demand = first.rate * copies[0], second.rate * copies[1]
     linked = link * min(first.choice.ranks * copies[0], second.choice.ranks * copies[1])
     bounds: tuple[tuple[float, Limit], ...] = (
-        (supply * query.objectives.utilisation, "prefill"),
+        (supply * most, "prefill" if most == query.objectives.utilisation else "TTFT"),
         (demand, "decode"),
         (linked, "KV link"),
     )
@@ -167,7 +189,7 @@ def useful(options: Iterable[Option]) -> list[Option]:
 
 def _seconds(option: Option) -> float:
     """Of a token; in prefill of a step and of a prompt's own steps."""
-    return option.tpot or option.step * (1 + option.chunks)
+    return option.tpot or option.step * (1 - TAIL + option.chunks)
 
 
 def front(found: Iterable[Candidate]) -> list[Candidate]:

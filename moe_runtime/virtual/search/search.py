@@ -198,13 +198,13 @@ def _stop(query: Query, winner: Candidate, option: Option, ladder: Ladders) -> s
     if above.tpot > query.objectives.tpot:
         return f"TPOT would be {above.tpot * 1e3:.1f} ms"
     if option.choice.phase == "decode" and winner.limit != "decode":
-        return "decode waits for prefill already"
-    if option.choice.phase == "prefill" and winner.limit != "prefill":
-        return "prefill waits for decode already"
-    if option.choice.chunk and option.choice.phase == "prefill":
+        return f"decode waits already: {winner.limit} gives no more"
+    if option.choice.phase == "prefill":
         seconds = first_token(above, query.workload, winner.busy[0])
         if seconds > query.objectives.ttft:
             return f"TTFT would be {seconds:.2f} s"
+        if winner.limit not in ("prefill", "TTFT"):
+            return f"prefill waits already: {winner.limit} gives no more"
     return "throughput would not rise"
 
 

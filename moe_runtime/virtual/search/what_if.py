@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from moe_runtime.errors import InputError
-from moe_runtime.virtual.search.candidate import Candidate, link_rate, pair, unified_deployment
+from moe_runtime.virtual.search.candidate import Candidate, pair, unified_deployment
 from moe_runtime.virtual.search.evaluate import Evaluator
 from moe_runtime.virtual.search.option import Choice, Option
 from moe_runtime.virtual.search.query import Query, number, parse_objectives, with_hardware
@@ -42,7 +42,7 @@ def again(query: Query, candidate: Candidate) -> Candidate | str:
     first: Option | str = evaluator.option(_restricted(query, candidate.prefill.choice))
     if isinstance(first, str):
         return f"prefill is not possible: {first}"
-    return pair(query, first, second, candidate.copies, link_rate(query))
+    return pair(query, first, second, candidate.copies)
 
 
 def _restricted(query: Query, choice: Choice) -> Choice:
