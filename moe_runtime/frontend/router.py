@@ -119,7 +119,7 @@ class Router:
         up = np.flatnonzero(~self._down)
         if not len(up):
             raise RequestRefused("no rank is up")
-        able = np.array([i for i in up if i not in besides], np.intp)
+        able = np.array([i for i in up if i not in besides], np.intp) if besides else up
         load = self._outstanding + self._others
         for most, one_more, have in zip(self._most, (tokens, 1), load, strict=True):
             if most is not None:

@@ -5,13 +5,14 @@ device, all samples are token 0 and end nothing before their number, and many st
 changes but contexts are taken at once. What a Scheduler keeps in a running sequence is in arrays here:
 
     count(level) -> Counted     in the place of `build`
-    settle(counted) -> events   in the place of `commit`
+    settle(flight) -> events    in the place of `commit`
     horizon(), advance(k)       k turns of propose, count and settle at once
 
 At depth 1 a turn settles the step before the one it counts, at depth 0 the same.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +23,22 @@ from moe_runtime.scheduler.sequences import Sequence, SequenceTable, State
 Rows = NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class Flight(NamedTuple):
+    """Who is sampled in a step: rows of the table and their admissions, the `decode_rows` first."""
+
+    decode_rows: int
+    rows: Rows
+    stamps: NDArray[np.int64]
+
+
+class Counted(NamedTuple):
     """A step of one rank, as numbers.
 
     decode_rows       sequences that decode; `context` the tokens they attend to, their own included
     prefill_tokens    computed for the first time, `recomputed_tokens` again, `cached_tokens` as in Scheduled
     pairs             sum over the prefill rows of the tokens each attends to
     prefix            tokens that were cached before, of the sequences in prefill
-    rows, stamps      who is sampled: rows of the table and their admissions, the decode rows first
+    flight            who is sampled
     """
 
     decode_rows: int
@@ -40,8 +48,24 @@ class Counted:
     cached_tokens: int
     pairs: int
     prefix: int
+    flight: Flight
+
+
+@dataclass(slots=True)
+class Crew:
+    """Rows that decode together while nothing changes, and what follows from their numbers. N of them.
+
+    until    turns until one of them has all its tokens
+    context  tokens they attend to in the next turn
+    first_N  turns before the one in which each needs another block
+    kept_N   turns before the one that completes a unit of each; None: to be looked up
+    """
+
     rows: Rows
-    stamps: NDArray[np.int64]
+    until: int
+    context: int
+    first_N: NDArray[np.int32]
+    kept_N: NDArray[np.int64] | None = None
 
 
 class CountedTable(SequenceTable):
@@ -55,6 +79,10 @@ class CountedTable(SequenceTable):
         if self._decoding is None:
             self._decoding = super().decode_rows()
         return self._decoding
+
+    def prefill_rows(self) -> Rows:
+        decoding = self.decode_rows()
+        return decoding[:0] if len(decoding) == self.num_ready else super().prefill_rows()
 
     def changed(self) -> None:
         """Other rows decode now, or some have ended."""
@@ -84,6 +112,7 @@ class CountedScheduler(Scheduler):
         self._keep_at = np.zeros(rows, np.int64)
         self._hands_off = np.zeros(rows, bool)
         self._gone: dict[int, Sequence] = {}
+        self._known_crew: Crew | None = None
 
     def pulled(self, sequence: Sequence, *, ok: bool) -> None:
         super().pulled(sequence, ok=ok)
@@ -124,24 +153,23 @@ class CountedScheduler(Scheduler):
             cached_tokens=self._take_cached(),
             pairs=pairs,
             prefix=prefix,
-            rows=rows,
-            stamps=table.stamp[rows],
+            flight=Flight(len(decode), rows, table.stamp[rows]),
         )
 
-    def settle(self, counted: Counted) -> list[TokenEvent]:
+    def settle(self, flight: Flight) -> list[TokenEvent]:
         """As `commit` of zeros, with the events of sequences that ended or whose prefill is complete only."""
-        table, rows = self.table, counted.rows
-        here = table.stamp[rows] == counted.stamps
+        table, rows = self.table, flight.rows
+        here = table.stamp[rows] == flight.stamps
         events = []
         if not here.all():
-            for stamp in counted.stamps[~here].tolist():
+            for stamp in flight.stamps[~here].tolist():
                 events += self._settle_gone(self._gone.pop(stamp))
         mine = rows[here]
         self._pending[mine] -= 1
         known = table.num_tokens[mine] - self._pending[mine]
         ends = (known == self._length[mine]) | self._hands_off[mine]
         keeps = np.minimum(table.num_computed[mine], known) >= self._keep_at[mine]
-        prefilled = np.arange(len(rows))[here] >= counted.decode_rows
+        prefilled = np.arange(len(rows))[here] >= flight.decode_rows
         touched = mine[(ends | keeps) & ~prefilled]
         ending = {*mine[ends | prefilled].tolist()}
         for index, row in enumerate([*table.in_order(touched).tolist(), *mine[prefilled].tolist()]):
@@ -161,17 +189,15 @@ class CountedScheduler(Scheduler):
         waits and could be admitted, a sample ends its sequence, or there is nothing to run. To be asked
         where a turn begins.
         """
-        table = self.table
-        rows = table.decode_rows()
-        if not len(rows) or int(table.ready.sum()) != len(rows) or self._cached_tokens or self._may_admit():
+        crew = self._crew()
+        count = len(crew.rows)
+        if not count or self.table.num_ready != count or self._cached_tokens or self._may_admit():
             return 0
         # The turn that settles a sequence's last token ends it, so it is not one of these.
-        last = 0 if self.depth else 1
-        high = int((table.max_tokens[rows] - table.num_tokens[rows]).min()) - last
-        free, size = self.pool.num_free, self.limits.block_tokens
-        if high <= 0 or len(rows) * (high // size + 1) <= free:
+        high = crew.until - (0 if self.depth else 1)
+        free, size, first = self.pool.num_free, self.limits.block_tokens, crew.first_N
+        if high <= 0 or count * (high // size + 1) <= free:
             return max(0, high)
-        first = self._first_needs(rows)
         low = 0
         while low < high:
             middle = (low + high + 1) // 2
@@ -181,15 +207,15 @@ class CountedScheduler(Scheduler):
                 high = middle - 1
         return low
 
-    def advance(self, steps: int) -> Counted:
+    def advance(self, steps: int) -> Flight:
         """Equal to `steps` >= 1 single turns; `steps` is at most `horizon()`. Returns the newest step.
 
         That one is still to be settled at depth 1; at depth 0 all are. A step that was counted before, and
         would have been settled in the first of these turns, is done with.
         """
-        table, pool = self.table, self.pool
-        rows = table.decode_rows()
-        for _, kept, _, _, row, complete in self._pool_events(rows, steps):
+        table, pool, crew = self.table, self.pool, self._crew()
+        rows = crew.rows
+        for _, kept, _, _, row, complete in self._pool_events(crew, steps):
             if kept:
                 sequence = table.sequences[row]
                 assert sequence is not None
@@ -198,34 +224,28 @@ class CountedScheduler(Scheduler):
                 table.add_block(row, pool.allocate_one())
         table.num_tokens[rows] += steps
         table.num_computed[rows] += steps
-        self._pending[rows] = self.depth
-        table.changed()
         self.step += steps
-        return Counted(
-            decode_rows=len(rows),
-            context=int(table.num_tokens[rows].sum()) - len(rows),
-            prefill_tokens=0,
-            recomputed_tokens=0,
-            cached_tokens=0,
-            pairs=0,
-            prefix=0,
-            rows=rows,
-            stamps=table.stamp[rows],
-        )
+        if crew.kept_N is None:
+            self._pending[rows] = self.depth
+        self._grow(crew, steps)
+        return Flight(len(rows), rows, table.stamp[rows])
 
-    def decode_load(self) -> tuple[int, int]:
-        """Sequences that decode in a turn within a horizon, and the tokens they attend to."""
-        rows = self.table.decode_rows()
-        return len(rows), int(self.table.num_tokens[rows].sum())
+    def decode_load(self) -> tuple[Rows, int]:
+        """Rows that decode in the next turn, one object while they stay the same; tokens they attend to."""
+        crew = self._crew()
+        return crew.rows, crew.context
 
-    def block_needs(self) -> tuple[NDArray[np.int64], int]:
-        """Blocks taken by the turn after j others within a horizon, int64 [block_tokens], and so on around.
+    def block_needs(self) -> NDArray[np.int64]:
+        """int64 [block_tokens]: blocks taken by the turn after j others within a horizon, and so on around.
 
-        The second is how many of the first turn's `propose` has taken already.
+        It counts what `propose` has taken for the next turn already: see `blocks_taken`.
         """
         size = self.limits.block_tokens
-        first = self._first_needs(self.table.decode_rows())
-        return np.bincount(first % size, minlength=size), int((first == size).sum())
+        return np.bincount(self._crew().first_N % size, minlength=size)
+
+    def blocks_taken(self) -> int:
+        """How many of the blocks that the next turn needs are taken."""
+        return int(np.count_nonzero(self._crew().first_N == self.limits.block_tokens))
 
     def known_tokens(self, sequence: Sequence) -> int:
         """Tokens of the sequence that are settled."""
@@ -236,44 +256,78 @@ class CountedScheduler(Scheduler):
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _pool_events(self, rows: Rows, steps: int) -> list[tuple[int, ...]]:
+    def _crew(self) -> Crew:
+        """Who decodes in the next turn."""
+        table, size = self.table, self.limits.block_tokens
+        rows, known = table.decode_rows(), self._known_crew
+        if known is None or known.rows is not rows:
+            tokens = table.num_tokens[rows]
+            known = self._known_crew = Crew(
+                rows=rows,
+                until=int((table.max_tokens[rows] - tokens).min()) if len(rows) else 0,
+                context=int(tokens.sum()),
+                first_N=table.num_blocks[rows] * size + 1 - tokens,
+            )
+        return known
+
+    def _grow(self, crew: Crew, steps: int) -> None:
+        """The crew has taken `steps` turns and the blocks for them."""
+        lagged = crew.kept_N is None
+        crew.until -= steps
+        crew.context += len(crew.rows) * steps
+        crew.first_N = (crew.first_N - steps) % self.limits.block_tokens
+        if not crew.until:
+            self.table.changed()
+        elif lagged:
+            crew.kept_N = self._keep_at[crew.rows] - self.table.num_computed[crew.rows] - 1
+        elif crew.kept_N is not None and self.prefix.enabled:
+            crew.kept_N = (crew.kept_N - steps) % self.prefix.unit_tokens
+
+    def _allocate_decode(self) -> None:
+        crew = self._crew()
+        if not crew.first_N.all():  # some need a block now
+            super()._allocate_decode()
+            crew.first_N[crew.first_N == 0] = self.limits.block_tokens
+
+    def _pool_events(self, crew: Crew, steps: int) -> list[tuple[int, ...]]:
         """What touches the pool in `steps` turns, in its order: (turn, kept?, urgency, arrival, row, tokens).
 
         In a turn blocks are given first, the most urgent row first; then complete units are kept. At depth 1
         a row that has nothing in flight settles its first sample a turn later than the others.
         """
         table, size, unit = self.table, self.limits.block_tokens, self.prefix.unit_tokens
-        first = self._first_needs(rows)
-        computed = table.num_computed[rows]
-        lag = (self._pending[rows] == 0).astype(np.int32) * self.depth
-        done = np.maximum(self._keep_at[rows] - computed - 1, lag)
-        events = []
-        near = (first < steps).nonzero()[0]
-        short = rows[near]
+        events: list[tuple[int, ...]] = []
+        near = (crew.first_N < steps).nonzero()[0]
+        short = crew.rows[near]
         urgency, arrival = table.urgency[short].tolist(), table.arrival[short].tolist()
-        for row, u, a, turn in zip(short.tolist(), urgency, arrival, first[near].tolist(), strict=True):
+        for row, u, a, turn in zip(
+            short.tolist(), urgency, arrival, crew.first_N[near].tolist(), strict=True
+        ):
             for t in range(turn, steps, size):
                 events.append((t, False, u, a, row, 0))
-        near = (done < steps).nonzero()[0]
-        full = rows[near]
+        if not self.prefix.enabled:
+            return sorted(events)
+        near, lag_N = self._near_complete(crew, steps)
+        full = crew.rows[near]
         urgency, arrival = table.urgency[full].tolist(), table.arrival[full].tolist()
-        numbers = (self._keep_at[full].tolist(), computed[near].tolist(), lag[near].tolist())
+        numbers = (self._keep_at[full].tolist(), table.num_computed[full].tolist(), lag_N.tolist())
         for row, u, a, keep_at, before, least in zip(full.tolist(), urgency, arrival, *numbers, strict=True):
             begin = before + 1
             for tokens in range(keep_at, begin + steps, unit):
                 turn = max(tokens - begin, least)
                 if turn < steps:
                     events.append((turn, True, u, a, row, begin + turn))
-        events.sort()
-        return events
+        return sorted(events)
 
-    def _first_needs(self, rows: Rows) -> NDArray[np.int32]:
-        """Turns before the one in which each decode row needs another block."""
-        table = self.table
-        first: NDArray[np.int32] = (
-            table.num_blocks[rows] * self.limits.block_tokens + 1 - table.num_tokens[rows]
-        )
-        return first
+    def _near_complete(self, crew: Crew, steps: int) -> tuple[Rows, NDArray[np.int32]]:
+        """Places in the crew that complete a unit within `steps` turns; turns that each lags behind."""
+        if crew.kept_N is not None:
+            near = (crew.kept_N < steps).nonzero()[0]
+            return near, np.zeros(len(near), np.int32)
+        lag_N = (self._pending[crew.rows] == 0).astype(np.int32) * self.depth
+        done_N = np.maximum(self._keep_at[crew.rows] - self.table.num_computed[crew.rows] - 1, lag_N)
+        near = (done_N < steps).nonzero()[0]
+        return near, lag_N[near]
 
     def _may_admit(self) -> bool:
         """Something waits, and that it stays so while nothing is freed is not certain."""

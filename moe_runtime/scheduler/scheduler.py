@@ -159,7 +159,7 @@ class Scheduler:
             self.pool.free(self._leave(sequence.row))
             return
         sequence.state = State.RUNNING
-        self.table.ready[sequence.row] = True
+        self.table.set_ready(sequence.row)
         if ok and not sequence.outdated:
             self._keep(sequence)
         else:

@@ -167,6 +167,7 @@ class SequenceTable:
         self.waits = np.zeros(rows, bool)
         self._stamps = 0
         self.num_running = 0
+        self.num_ready = 0
 
     def free_row(self) -> int:
         """The first free row, or -1."""
@@ -203,7 +204,13 @@ class SequenceTable:
         self.want_logits[row] = params.want_logits
         self.adjusted[row] = sequence.edited or sequence.constraint is not None
         self.waits[row] = sequence.needs_history
-        self.ready[row] = sequence.state is not State.PULLING
+        if sequence.state is not State.PULLING:
+            self.set_ready(row)
+
+    def set_ready(self, row: int) -> None:
+        """The row's KV is here, or will be computed here."""
+        self.ready[row] = True
+        self.num_ready += 1
 
     def leave(self, row: int) -> NDArray[np.int32]:
         """Clear the row; returns the blocks it held."""
@@ -213,6 +220,7 @@ class SequenceTable:
         self.sequences[row] = None
         self.stamp[row] = -1
         self.num_running -= 1
+        self.num_ready -= int(self.ready[row])
         self.ready[row] = False
         blocks = self.blocks[row, : self.num_blocks[row]].copy()
         self.num_blocks[row] = 0

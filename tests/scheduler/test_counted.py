@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.scheduler.counted import Counted, CountedScheduler
+from moe_runtime.scheduler.counted import CountedScheduler, Flight
 from moe_runtime.scheduler.scheduler import Scheduled, Scheduler, SchedulerLimits, TokenEvent
 from moe_runtime.scheduler.sequences import Sequence, make_sequence
 from moe_runtime.spec.requests import Request, SamplingParams
@@ -83,7 +83,7 @@ class Virtual(Side):
     """The same turns, counted."""
 
     scheduler: CountedScheduler
-    flights: "deque[Counted]" = field(default_factory=deque)
+    flights: "deque[Flight]" = field(default_factory=deque)
 
     def turn(self) -> tuple[int, ...] | None:
         work = self.scheduler.propose()
@@ -91,7 +91,7 @@ class Virtual(Side):
             self._commit(0)
             return None
         step = self.scheduler.count(work.decode_tokens + 12, 12)
-        self.flights.append(step)
+        self.flights.append(step.flight)
         self._commit(self.depth)
         return (
             step.decode_rows,
@@ -103,7 +103,7 @@ class Virtual(Side):
             step.prefix,
         )
 
-    def leap(self, turns: int) -> Counted:
+    def leap(self, turns: int) -> Flight:
         newest = self.scheduler.advance(turns)
         self.flights.clear()
         if self.depth:
@@ -182,11 +182,15 @@ def test_counted_turns_and_leaps_equal_real_turns(seed, depth, blocks, rows, pre
         if horizon and rng.random() < 0.8:
             turns = int(rng.integers(1, horizon + 1))
             ran = [one for _ in range(turns) if (one := real.turn()) is not None]
-            newest = virtual.leap(turns)
-            assert [r[0] for r in ran] == [newest.decode_rows] * turns
-            assert [r[1] for r in ran] == [newest.context - newest.decode_rows * j for j in range(turns)][
-                ::-1
-            ]
+            rows, context = virtual.scheduler.decode_load()
+            count = len(rows)
+            needs_B, taken = virtual.scheduler.block_needs(), virtual.scheduler.blocks_taken()
+            free = virtual.scheduler.pool.num_free
+            assert virtual.leap(turns).decode_rows == count
+            assert [r[0] for r in ran] == [count] * turns
+            assert [r[1] for r in ran] == [context + count * j for j in range(turns)]
+            needed = sum(int(needs_B[j % len(needs_B)]) for j in range(turns)) - taken
+            assert free - virtual.scheduler.pool.num_free == needed
             assert all(r[2:] == (0, 0, 0, 0, 0) for r in ran)
         else:
             assert real.turn() == virtual.turn()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.engine.agree import StepDecision
-from moe_runtime.scheduler.counted import Counted, CountedScheduler
+from moe_runtime.scheduler.counted import Counted, CountedScheduler, Flight
 from moe_runtime.scheduler.scheduler import SchedulerLimits, TokenEvent
 from moe_runtime.scheduler.sequences import Sequence, State
 from moe_runtime.virtual.cluster.requests import VirtualScheduler
@@ -27,13 +27,15 @@ class Rank:
     plain   it owes its steps from `paid` on: all of them are the same
     flight  the newest step, if it is not settled: at depth 1
     fresh   sequences that have one token and run next
+    crew    rows of the table whose needs of blocks are known
     """
 
     scheduler: CountedScheduler
     paid: int = 0
     plain: bool = False
-    flight: Counted | None = None
+    flight: Flight | None = None
     fresh: list[Sequence] = field(default_factory=list)
+    crew: NDArray[np.intp] | None = None
 
 
 class Ranks:
@@ -115,10 +117,10 @@ class Ranks:
                 continue
             counted = r.scheduler.count(decision.token_level, decision.chunk_tokens)
             self._note(rank, counted)
-            settled = r.flight if self._depth else counted
+            settled = r.flight if self._depth else counted.flight
             if settled is not None:
                 events += [(rank, event) for event in r.scheduler.settle(settled)]
-            r.flight = counted if self._depth and len(counted.rows) else None
+            r.flight = counted.flight if self._depth and len(counted.flight.rows) else None
         return events
 
     def flush(self) -> list[tuple[int, TokenEvent]]:
@@ -164,8 +166,8 @@ class Ranks:
         """Take the steps that a rank owes. Its newest one is in flight at depth 1."""
         r = self._ranks[rank]
         if r.plain and step > r.paid:
-            counted = r.scheduler.advance(step - r.paid)
-            r.flight = counted if self._depth else None
+            flight = r.scheduler.advance(step - r.paid)
+            r.flight = flight if self._depth else None
         r.scheduler.step = step
         r.paid = step
 
@@ -190,7 +192,7 @@ class Ranks:
         if horizon:
             self._run_on(rank, step, horizon)
             return
-        r.plain = False
+        r.plain, r.crew = False, None
         self.used_R[rank] = scheduler.pool.total - scheduler.pool.num_free
         self._needs_BR[:, rank] = 0
         _, self.context_R[rank] = scheduler.decode_load()
@@ -203,13 +205,16 @@ class Ranks:
         """From this step on the rank owes its steps. What is in flight is settled with the first."""
         r = self._ranks[rank]
         r.plain = True
-        self.decode_R[rank], self.context_R[rank] = r.scheduler.decode_load()
-        self.prefill_R[rank] = 0
-        needs_B, taken = r.scheduler.block_needs()
-        at = step % self._size
-        self._needs_BR[at:, rank] = needs_B[: self._size - at]
-        self._needs_BR[:at, rank] = needs_B[self._size - at :]
-        self.used_R[rank] = r.scheduler.pool.total - r.scheduler.pool.num_free - taken
+        rows, self.context_R[rank] = r.scheduler.decode_load()
+        self.decode_R[rank], self.prefill_R[rank] = len(rows), 0
+        if rows is not r.crew:
+            # By number of step, so it stays true while the same rows run on.
+            r.crew, at = rows, step % self._size
+            needs_B = r.scheduler.block_needs()
+            self._needs_BR[at:, rank] = needs_B[: self._size - at]
+            self._needs_BR[:at, rank] = needs_B[self._size - at :]
+        pool = r.scheduler.pool
+        self.used_R[rank] = pool.total - pool.num_free - r.scheduler.blocks_taken()
         self._due_R[rank] = step + horizon
 
     def _note(self, rank: int, counted: Counted) -> None:
@@ -222,7 +227,7 @@ class Ranks:
         r = self._ranks[rank]
         table, pool = r.scheduler.table, r.scheduler.pool
         self.used_R[rank] = pool.total - pool.num_free
-        for row in counted.rows[counted.decode_rows :].tolist():
+        for row in counted.flight.rows[counted.decode_rows :].tolist():
             sequence = table.sequences[row]
             assert sequence is not None
             first = table.num_tokens[row] == sequence.prompt_len + 1

@@ -6,7 +6,7 @@ somebody looks, but those of a request are found in no other's prefix.
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import cast, overload
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,7 +163,8 @@ class VirtualPrefix(PrefixCache):
         complete = num_computed if num_computed < known else known
         if complete < sequence.keep_at:
             return
-        tokens, unit, first = cast("Tokens", sequence.tokens), self.unit_tokens, sequence.kept_blocks
+        tokens: Any = sequence.tokens  # always Tokens
+        unit, first = self.unit_tokens, sequence.kept_blocks
         end = complete // unit
         self._pool.keep_all(blocks[first:end].tolist(), tokens.keys(first, end, unit))
         sequence.kept_blocks, sequence.keep_at = end, (end + 1) * unit
