@@ -22,6 +22,8 @@ class ChunkBudget:
 
     It aims at `AIM` of the target, so that most steps keep to it though times vary.
 
+    Where prefill rows seem to cost nothing a step gets twice as many as before.
+
     A prefill always gets `SHARE` of the time that decoding takes, or the least, whatever the target: that
     bounds its delay where even decoding alone misses the target, and costs the decoding little.
     """
@@ -50,7 +52,9 @@ class ChunkBudget:
         ridge = np.diag(self._moments.diagonal() * 1e-6 + 1e-9)
         constant, per_decode, per_prefill = np.linalg.solve(self._moments + ridge, self._sums)
         if per_prefill <= 0:
-            return None
+            # Rows that seem to cost nothing, for they are cheap or the times vary: twice as many will tell.
+            usual = self._moments[2, 2] / self._moments[0, 2]
+            return max(self.least, int(2 * usual))
         decoding = max(0.0, constant + per_decode * decode_rows)
         room = max(AIM * self.target - decoding, SHARE * decoding)
         return max(self.least, int(room / per_prefill))

@@ -148,6 +148,19 @@ def test_a_target_out_of_reach_leaves_a_share_of_the_time_or_the_least():
     assert budget.rows(4) == 30
 
 
+def test_rows_that_seem_to_cost_nothing_grow_step_by_step():
+    """Noise may hide what they cost: all of a long prompt at once could be dear."""
+    budget = ChunkBudget(target=0.05)
+    for prefill in (0, 20, 20, 0, 20, 20):
+        budget.observe(decode_rows=8, prefill_rows=prefill, seconds=0.03 - 0.0001 * prefill)
+    assert budget.rows(8) == 40
+    for _ in range(30):
+        rows = budget.rows(8)
+        assert rows is not None
+        budget.observe(decode_rows=8, prefill_rows=rows, seconds=0.02 + 0.0002 * rows)
+    assert budget.rows(8) == pytest.approx((AIM * 0.05 - 0.02) / 0.0002, rel=0.3)
+
+
 def test_a_budget_follows_a_machine_that_slows_down():
     budget = ChunkBudget(target=0.05)
     rng = np.random.default_rng(0)
