@@ -11,7 +11,8 @@ def plan_setting(
     weights: str,
     library: str | None = None,
 ) -> Setting:
-    """One instance of a deployment. `weights`: dtype of dense and expert weights, float8_e4m3 included.
+    """One instance of a deployment. `weights`: dtype of dense and expert weights, as
+    `ModelSpec.weight_dtype` has it.
 
     Rows go out in the dispatch dtype and come back in bfloat16, attention computes in bfloat16 (float32
     with float32 weights). InputError for sizes that cannot be.
