@@ -53,7 +53,7 @@ def effective_values(plan: Plan, model: ModelSpec) -> EffectivePlan:
     settle = _Settler()
     instances = tuple(_instances(plan))
     cluster = plan.cluster
-    dtype = settle("model.dtype", plan.model.dtype, model.dtype, "the checkpoint's dtype")
+    dtype = settle("model.dtype", plan.model.dtype, model.dtype, "the model's own")
     ranks_per_node = settle(
         "cluster.ranks_per_node",
         cluster.ranks_per_node,
