@@ -169,7 +169,7 @@ def _choice(candidate: Candidate, phase: str) -> Choice:
 
 
 def _difference(mine: Choice, other: Choice) -> str:
-    """What sets another choice apart, if it is one thing; what follows from it, as batches, may differ too."""
+    """What sets another choice apart, if it is one thing; what follows from it, as batches, may differ."""
     if other.group != mine.group or other.whole != mine.whole:
         return "" if other.ranks != mine.ranks else other.label
     if other.queries != mine.queries:
