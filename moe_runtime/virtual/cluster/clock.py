@@ -14,18 +14,18 @@ class Kind(IntEnum):
 
 
 class Clock:
-    """`now` is the time of the event that runs."""
+    """`now` is the time of the event that runs; `num_events` were scheduled so far."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, Kind, int, Callable[[], None]]] = []
-        self._told = 0
+        self.num_events = 0
 
     def at(self, time: float, kind: Kind, action: Callable[[], None]) -> None:
         """Have something done at a time that is not over."""
         assert time >= self.now, f"{time} is over at {self.now}"
-        self._told += 1
-        heapq.heappush(self._events, (time, kind, self._told, action))
+        self.num_events += 1
+        heapq.heappush(self._events, (time, kind, self.num_events, action))
 
     def peek(self) -> float | None:
         """When the next event is due; None: never."""

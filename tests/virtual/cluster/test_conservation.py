@@ -93,7 +93,7 @@ def run(
     return cluster, kept
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(where=plans(), seed=st.integers(0, 2**20), count=st.integers(1, 25), scripted=st.booleans())
 def test_everything_is_accounted_for(where, seed, count, scripted):
     requests = arrivals(seed, count)
