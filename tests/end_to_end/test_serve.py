@@ -157,6 +157,23 @@ def completions(server: Served, asked: list[list[int]], at_once: int) -> list[di
     return asyncio.run(go())
 
 
+def test_weights_are_reloaded_while_others_are_served(server, client, checkpoints):
+    """The same ones, from another folder: what is said does not change."""
+    root, ask = {"authorization": "Bearer root"}, {"model": "m", "prompt": "so it goes", "max_tokens": 40}
+    before = client.completions.create(**ask, temperature=0).choices[0].text
+    stream = client.completions.create(**{**ask, "max_tokens": 300}, temperature=0, stream=True)
+    begun = next(iter(stream)).choices[0]
+    path = {"path": str(checkpoints["deepseek_v3"])}
+    answer = httpx.post(f"{server.url}/admin/reload", json=path, headers=root, timeout=60)
+    assert answer.status_code == 200, answer.text
+    last = [chunk.choices[0] for chunk in stream if chunk.choices][-1]
+    assert (begun.finish_reason, last.finish_reason) == (None, "length")
+    assert client.completions.create(**ask, temperature=0).choices[0].text == before
+    missing = httpx.post(f"{server.url}/admin/reload", json={"path": "/nowhere"}, headers=root)
+    assert missing.status_code == 400
+    assert "/nowhere" in missing.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("at_once", [1, 64])
 def test_greedy_tokens_are_those_of_the_reference(server, checkpoint, references, at_once):
     """Alone and 64 at once (which preempts), with the prefix cache cold and warm.
