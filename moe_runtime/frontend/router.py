@@ -18,6 +18,7 @@ from moe_runtime.errors import NoRoom, RequestRefused
 
 AFFINITY_TOKENS = 256
 REMEMBERED_PREFIXES = 16384
+HOME_LOAD, HOME_LOAD_DECODE = 2.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +42,20 @@ class Router:
         *,
         kv_tokens: int | None = None,
         affinity_tokens: int = AFFINITY_TOKENS,
+        home_load: float = HOME_LOAD,
         most_tokens: int | None = None,
         most_requests: int | None = None,
     ) -> None:
         """`kv_tokens`: what the KV cache of each target holds; None: no limit.
 
-        `affinity_tokens` 0: prefixes do not matter. `most_tokens` and `most_requests`: a target that has
+        `affinity_tokens` 0: prefixes do not matter. `home_load`: times the mean load up to which a target
+        that has seen a prefix is preferred. `most_tokens` and `most_requests`: a target that has
         so many gets nothing more; None: no limit.
         """
         self.targets = targets
         self._kv_tokens = kv_tokens
         self._affinity_tokens = affinity_tokens
+        self._home_load = home_load
         self._most = (most_tokens, most_requests)
         # Tokens and requests, [2, targets].
         self._outstanding: NDArray[np.int64] = np.zeros((2, len(targets)), np.int64)
@@ -70,7 +74,7 @@ class Router:
         """The index of the target for a request; `tokens` count there until `finished`.
 
         With `rank`, an index into `targets`, that one. Otherwise a target that has seen the first
-        `affinity_tokens` of `prompt`, unless its load is over twice the mean or its cache has no
+        `affinity_tokens` of `prompt`, unless its load is over `home_load` times the mean or its cache has no
         room; otherwise the least loaded with room, ties to the lower index. Never one of `besides`.
 
         Raises RequestRefused if the rank does not exist, or no rank is up; NoRoom if all that are have
@@ -134,7 +138,7 @@ class Router:
         homes = self._homes_of(prompt)
         mean = float(load[~self._down].mean())
         for index in homes:
-            if index in roomy and load[index] <= 2 * mean:
+            if index in roomy and load[index] <= self._home_load * mean:
                 return index
         candidates = roomy if len(roomy) else able
         index = int(candidates[np.argmin(load[candidates])])
@@ -167,13 +171,15 @@ def role_router(
     """The router of one role, whose ranks are alike; `bounded`: no rank is sent more than it may promise.
 
     Decode ranks get prompts with their KV, so who has seen a prefix before matters there only if they do
-    not fetch what they have (`decode_affinity`).
+    not fetch what they have (`decode_affinity`). That saves less than computing it, and in lock-step the
+    fullest rank holds up all others: a home has to have no more than the mean.
     """
     room = room_of(role, kv_tokens=kv_tokens, max_sequences=max_sequences)
     return Router(
         targets,
         kv_tokens=kv_tokens,
         affinity_tokens=0 if role == "decode" and not decode_affinity else AFFINITY_TOKENS,
+        home_load=HOME_LOAD_DECODE if role == "decode" else HOME_LOAD,
         most_tokens=room.tokens if bounded else None,
         most_requests=room.requests if bounded else None,
     )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import RequestRefused
-from moe_runtime.frontend.router import Router, Target
+from moe_runtime.frontend.router import Router, Target, role_router
 
 
 def targets(n: int) -> list[Target]:
@@ -63,6 +63,27 @@ def test_a_home_over_twice_the_mean_sends_work_away_and_gets_it_back():
     assert router.assign(100, prompt=prompt(1)) == 0, "100 is not over twice the mean of 50"
     router.finished(0, 200)
     assert router.assign(100, prompt=prompt(1)) == 0, "the first home comes first"
+
+
+def decode_router(*, affinity: bool) -> Router:
+    return role_router(
+        "decode",
+        targets(4),
+        kv_tokens=10_000,
+        max_sequences=100,
+        bounded=False,
+        decode_affinity=affinity,
+    )
+
+
+def test_a_home_among_decode_ranks_has_no_more_than_the_mean():
+    router = decode_router(affinity=True)
+    assert router.assign(10, prompt=prompt(1)) == 0
+    assert [router.assign(100) for _ in range(2)] == [1, 2]
+    assert router.assign(60, prompt=prompt(1)) == 0, "10 is not over the mean of 52"
+    assert router.assign(10, prompt=prompt(1)) == 3, "70 is over the mean of 67"
+    plain = decode_router(affinity=False)
+    assert [plain.assign(10, prompt=prompt(1)) for _ in range(4)] == [0, 1, 2, 3]
 
 
 @settings(max_examples=30, deadline=None)
