@@ -61,6 +61,7 @@ class Router:
         self._outstanding: NDArray[np.int64] = np.zeros((2, len(targets)), np.int64)
         self._others: NDArray[np.int64] = np.zeros((2, len(targets)), np.int64)
         self._down: NDArray[np.bool_] = np.zeros(len(targets), np.bool_)
+        self._up: NDArray[np.intp] = np.arange(len(targets))
         self._homes: OrderedDict[bytes, list[int]] = OrderedDict()
 
     def assign(
@@ -110,6 +111,7 @@ class Router:
     def set_down(self, index: int, *, down: bool) -> None:
         """A target that is down gets nothing new; its prefixes find another home."""
         self._down[index] = down
+        self._up = np.flatnonzero(~self._down)
 
     @property
     def outstanding(self) -> list[int]:
@@ -120,7 +122,7 @@ class Router:
 
     def _able(self, tokens: int, besides: Collection[int]) -> NDArray[np.intp]:
         """Targets that are up and may take so many tokens more, as far as is known here."""
-        up = np.flatnonzero(~self._down)
+        up = self._up
         if not len(up):
             raise RequestRefused("no rank is up")
         able = np.array([i for i in up if i not in besides], np.intp) if besides else up
@@ -136,7 +138,7 @@ class Router:
         load = self._outstanding[0] + self._others[0]
         roomy = able if self._kv_tokens is None else able[load[able] + tokens <= self._kv_tokens]
         homes = self._homes_of(prompt)
-        mean = float(load[~self._down].mean())
+        mean = float(load[self._up].mean()) if homes else 0.0
         for index in homes:
             if index in roomy and load[index] <= self._home_load * mean:
                 return index

@@ -110,7 +110,6 @@ class CountedScheduler(Scheduler):
         self._pending = np.zeros(rows, np.int32)
         self._length = np.zeros(rows, np.int32)
         self._keep_at = np.zeros(rows, np.int64)
-        self._hands_off = np.zeros(rows, bool)
         self._gone: dict[int, Sequence] = {}
         self._known_crew: Crew | None = None
 
@@ -158,21 +157,23 @@ class CountedScheduler(Scheduler):
 
     def settle(self, flight: Flight) -> list[TokenEvent]:
         """As `commit` of zeros, with the events of sequences that ended or whose prefill is complete only."""
-        table, rows = self.table, flight.rows
-        here = table.stamp[rows] == flight.stamps
+        table, decoded, prefilled = self.table, flight.rows, flight.rows[flight.decode_rows :]
+        here = table.stamp[flight.rows] == flight.stamps
         events = []
         if not here.all():
             for stamp in flight.stamps[~here].tolist():
                 events += self._settle_gone(self._gone.pop(stamp))
-        mine = rows[here]
-        self._pending[mine] -= 1
-        known = table.num_tokens[mine] - self._pending[mine]
-        ends = (known == self._length[mine]) | self._hands_off[mine]
-        keeps = np.minimum(table.num_computed[mine], known) >= self._keep_at[mine]
-        prefilled = np.arange(len(rows))[here] >= flight.decode_rows
-        touched = mine[(ends | keeps) & ~prefilled]
-        ending = {*mine[ends | prefilled].tolist()}
-        for index, row in enumerate([*table.in_order(touched).tolist(), *mine[prefilled].tolist()]):
+            decoded = decoded[here]
+            prefilled = prefilled[here[flight.decode_rows :]]
+        self._pending[decoded] -= 1
+        if len(prefilled):
+            decoded = decoded[: len(decoded) - len(prefilled)]
+        known = table.num_tokens[decoded] - self._pending[decoded]
+        ends = known == self._length[decoded]
+        keeps = np.minimum(table.num_computed[decoded], known) >= self._keep_at[decoded]
+        ending = {*decoded[ends].tolist(), *prefilled.tolist()}
+        touched = table.in_order(decoded[ends | keeps])
+        for index, row in enumerate([*touched.tolist(), *prefilled.tolist()]):
             sequence = table.sequences[row]
             assert sequence is not None
             self._keep(sequence)
@@ -354,7 +355,6 @@ class CountedScheduler(Scheduler):
         self._pending[row] = 0
         self._length[row] = len(sequence.tokens)
         self._keep_at[row] = sequence.keep_at
-        self._hands_off[row] = sequence.handoff
 
     def _leave(self, row: int) -> NDArray[np.int32]:
         sequence = self.table.sequences[row]

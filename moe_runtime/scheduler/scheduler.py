@@ -394,7 +394,9 @@ class Scheduler:
             return False
         self.waiting.remove(sequence)
         self.pool.share(found)
-        blocks = np.concatenate([np.array(found, np.int32), self.pool.allocate(need)])
+        blocks = self.pool.allocate(need)
+        if found:
+            blocks = np.concatenate([np.array(found, np.int32), blocks])
         self.prefix.admitted(sequence, len(found))
         if not sequence.preemptions:
             self._admitted.append(sequence)

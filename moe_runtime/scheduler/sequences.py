@@ -165,6 +165,7 @@ class SequenceTable:
         self.want_logits = np.zeros(rows, bool)
         self.adjusted = np.zeros(rows, bool)
         self.waits = np.zeros(rows, bool)
+        self._some_wait = False
         self._stamps = 0
         self.num_running = 0
         self.num_ready = 0
@@ -204,6 +205,7 @@ class SequenceTable:
         self.want_logits[row] = params.want_logits
         self.adjusted[row] = sequence.edited or sequence.constraint is not None
         self.waits[row] = sequence.needs_history
+        self._some_wait |= sequence.needs_history
         if sequence.state is not State.PULLING:
             self.set_ready(row)
 
@@ -228,7 +230,8 @@ class SequenceTable:
 
     def add_block(self, row: int, block: int) -> None:
         n = int(self.num_blocks[row])
-        self._widen(n + 1)
+        if n == self.blocks.shape[1]:
+            self._widen(n + 1)
         self.blocks[row, n] = block
         self.num_blocks[row] = n + 1
 
@@ -236,7 +239,8 @@ class SequenceTable:
         """Rows whose next step is one token: only their newest token lacks KV. Ascending."""
         want = self.ready & (self.num_computed == self.num_tokens - 1) & (self.num_tokens < self.max_tokens)
         want &= self.num_tokens > self.prompt_len
-        want &= ~(self.waits & (self.last_sample >= 0))
+        if self._some_wait:
+            want &= ~(self.waits & (self.last_sample >= 0))
         rows: NDArray[np.intp] = want.nonzero()[0]
         return rows
 

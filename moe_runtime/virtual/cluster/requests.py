@@ -166,7 +166,10 @@ class VirtualPrefix(PrefixCache):
         tokens: Any = sequence.tokens  # always Tokens
         unit, first = self.unit_tokens, sequence.kept_blocks
         end = complete // unit
-        self._pool.keep_all(blocks[first:end].tolist(), tokens.keys(first, end, unit))
+        if end == first + 1:
+            self._pool.keep(int(blocks[first]), tokens.key(end * unit))
+        else:
+            self._pool.keep_all(blocks[first:end].tolist(), tokens.keys(first, end, unit))
         sequence.kept_blocks, sequence.keep_at = end, (end + 1) * unit
 
 
