@@ -28,7 +28,7 @@ class StepRun:
     cached_R        prompt tokens found in the prefix cache by sequences admitted before the step
     recomputed_R    prefill rows run again after a preemption
     preemptions_R   sequences preempted
-    kv_used_R       blocks in use after the last step
+    kv_used_R       blocks in use after the last step, those of sequences that end with it among them
     cost            of all the steps together
     """
 

@@ -1,0 +1,209 @@
+"""What scripts do to a cluster, what admission sheds, and when two micro-batches are agreed."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moe_runtime.engine.agree import OverlapReason
+from moe_runtime.errors import InputError
+from moe_runtime.frontend.admission import derive_limits
+from moe_runtime.plan.effective import EffectivePlan
+from moe_runtime.spec.catalog import DEEPSEEK_V3
+from moe_runtime.virtual.cluster.events import Failure, Rebalance, Slowdown
+from moe_runtime.virtual.cluster.requests import VirtualRequest
+from moe_runtime.virtual.cluster.simulate import Cluster, simulate
+from moe_runtime.virtual.cluster.times import MeasuredTimes, ModelTimes, StepTimes, plain_cost
+from moe_runtime.virtual.cost.deployment import Setting
+from moe_runtime.virtual.cost.model import CostModel
+from moe_runtime.virtual.cost.shapes import StepCost, StepShape, decode_step, prefill_step
+from tests.spec.model_specs import SMALL_DEEPSEEK
+from tests.virtual.cluster.small import ExactTimes, Kept, kv_seconds, plan
+
+SPLIT = {"prefill": {"expert_parallel": 1}, "decode": {"expert_parallel": 2}}
+
+
+def requests(count: int, *, every: float = 0.0, prompt: int = 8, output: int = 30) -> list[VirtualRequest]:
+    return [
+        VirtualRequest(index=i, at=i * every, input_length=prompt, output_length=output) for i in range(count)
+    ]
+
+
+def known(time: float | None) -> float:
+    assert time is not None
+    return time
+
+
+def run(
+    where: EffectivePlan, arrivals: list[VirtualRequest], times: StepTimes | None = None, **more: Any
+) -> Kept:
+    kept = Kept()
+    times = ExactTimes() if times is None else times
+    simulate(
+        where,
+        SMALL_DEEPSEEK,
+        arrivals,
+        times={d.name: times for d in where.deployments},
+        kv_seconds=kv_seconds,
+        listener=kept,
+        **more,
+    )
+    return kept
+
+
+def test_a_slow_rank_slows_the_steps_that_begin_within_the_span():
+    where = plan({"unified": {"expert_parallel": 2}})
+    plain = run(where, requests(2))
+    start, end = plain.runs[0].start + plain.runs[0].seconds, known(plain.ends[0].last_token)
+    event = Slowdown(instance="unified-0", rank=1, start=start, end=(start + end) / 2, factor=3.0)
+    slow = run(where, requests(2), events=[event])
+    for r in slow.runs:
+        within = event.start <= r.start < event.end
+        assert (r.cost.parts["imbalance"] == pytest.approx(r.seconds * 2 / 3)) is within
+    assert any(event.start <= r.start < event.end for r in slow.runs)
+    assert known(slow.ends[0].last_token) > end
+    assert [e.output_tokens for e in slow.ends] == [30, 30]
+
+
+def test_when_prefill_dies_what_is_prefilled_goes_on_and_the_rest_ends():
+    """KV that is on its way is computed again where the request is decoded."""
+    where = plan(SPLIT, kv={"blocks": 200})
+    first = known(run(where, requests(6, every=0.004)).ends[0].first_token)
+    failure = Failure(instance="prefill-0", at=first + kv_seconds(8) / 2)
+    kept = run(where, requests(6, every=0.004), events=[failure])
+    by_index = {e.index: e for e in kept.ends}
+    assert by_index[0].finish_reason == "length"
+    assert sum(int(r.recomputed_R.sum()) for r in kept.of("decode-0")) >= 8
+    assert [by_index[i].finish_reason for i in range(2, 6)] == ["error"] * 4
+    assert {by_index[i].error for i in range(1, 6)} <= {None, "prefill-0 failed", "no rank is up"}
+    assert max(r.start for r in kept.of("prefill-0")) < failure.at
+
+
+def test_when_decode_dies_its_requests_end_with_what_they_have_and_its_leases_expire():
+    where = plan(SPLIT)
+    kept = Kept()
+    middle = known(run(where, requests(3)).ends[0].last_token) / 2
+    cluster = Cluster(
+        where,
+        SMALL_DEEPSEEK,
+        times={d.name: ExactTimes() for d in where.deployments},
+        kv_seconds=kv_seconds,
+        listener=kept,
+        events=[Failure(instance="decode-0", at=middle)],
+    )
+    cluster.run([*requests(3), VirtualRequest(index=9, at=1.0, input_length=4, output_length=4)])
+    for end in kept.ends[:3]:
+        assert end.error == "decode-0 failed"
+        assert 0 < end.output_tokens < 30
+        assert known(end.last_token) <= middle
+    assert kept.ends[3].error == "no rank is up"
+    prefill = cluster.instances["prefill-0"].ranks.scheduler(0)
+    assert prefill.pool.num_free == prefill.pool.total
+
+
+def test_a_rebalance_is_agreed_unit_by_unit_and_changes_the_step_times():
+    where = plan({"unified": {"expert_parallel": 2}})
+
+    class Quick(ExactTimes):
+        def step(self, shape: StepShape) -> StepCost:
+            return super().step(shape).times(0.5)
+
+    script = Rebalance(
+        instance="unified-0", at=0.003, stage_seconds=(0.002, 0.004), commit_seconds=0.125, times=Quick()
+    )
+    kept = run(where, requests(2, output=40), events=[script])
+    orders = [(r.decision.move.begin, r.decision.move.commit, r.decision.placement_epoch) for r in kept.runs]
+    begun = [o[0] for o in orders if o[0]]
+    committed = [o[1] for o in orders if o[1]]
+    assert begun == committed == [1, 2]
+    assert [o[2] for o in orders] == sorted(o[2] for o in orders)
+    assert orders[-1][2] == 2
+    commits = [r for r in kept.runs if r.decision.move.commit]
+    begins = [r for r in kept.runs if r.decision.move.begin]
+    for begin, commit, stage in zip(begins, commits, script.stage_seconds, strict=True):
+        assert commit.seconds > 0.125
+        assert commit.start >= begin.start + stage
+    plain = run(where, requests(2, output=40))
+    assert kept.runs[-1].seconds / kept.runs[-1].steps < plain.runs[-1].seconds / plain.runs[-1].steps
+
+
+def test_admission_sheds_what_would_wait_too_long():
+    where = plan({"unified": {"expert_parallel": 2}})
+    limits = derive_limits(
+        decode_ranks=2,
+        rank_kv_tokens=160,
+        rank_sequences=6,
+        prefill_kv_tokens=160,
+        max_positions=512,
+        ttft_seconds=0.05,
+        prompt_ranks=2,
+    )
+    everything = run(where, requests(200, every=1e-4))
+    some = run(where, requests(200, every=1e-4), admission=limits)
+    assert not [e for e in everything.ends if e.error]
+    shed = [e for e in some.ends if e.error]
+    assert 20 < len(shed) < 200
+    assert all(e.output_tokens == 0 for e in shed)
+    assert len(some.ends) == 200
+    worst = [max(e.first_token - e.arrival for e in k.ends if e.first_token) for k in (some, everything)]
+    assert worst[0] < worst[1] / 2
+    timed = run(where, requests(200, every=1e-4), admission=replace(limits, timeout=0.03))
+    late = [e for e in timed.ends if e.error and "timeout" in e.error]
+    assert late
+    assert all(e.last_token is None or e.last_token <= e.arrival + 0.03 for e in late)
+
+
+def test_two_micro_batches_are_agreed_where_the_step_times_say_so():
+    where = plan({"unified": {"expert_parallel": 2, "overlap": {"micro_batches": "per_step"}}})
+
+    class Halves(ExactTimes):
+        """Half as long with two micro-batches from four rows a rank on, twice as long below."""
+
+        def step(self, shape: StepShape) -> StepCost:
+            factor = 1.0 if shape.micro_batches == 1 else 0.5 if shape.tokens_R.max() >= 4 else 2.0
+            return super().step(shape).times(factor)
+
+    kept = run(where, requests(8, output=20) + requests(0), Halves())
+    few = run(where, requests(2, output=20), Halves())
+    reasons = {(int(r.decode_R.max() + r.prefill_R.max()) >= 4, r.decision.overlap_reason) for r in kept.runs}
+    assert (True, OverlapReason.GAIN) in reasons
+    assert (False, OverlapReason.GAIN) not in reasons
+    assert {r.decision.overlap_reason for r in few.runs if not r.prefill_R.any()} <= {
+        OverlapReason.NO_GAIN,
+        OverlapReason.TOO_SMALL,
+    }
+
+
+def test_scripts_and_arrivals_that_cannot_be_are_refused():
+    where = plan(SPLIT)
+    with pytest.raises(InputError, match="instance 'decode-1': the plan has prefill-0, decode-0"):
+        run(where, [], events=[Failure(instance="decode-1", at=0.0)])
+    with pytest.raises(InputError, match="rank 2: decode-0 has 2"):
+        run(where, [], events=[Slowdown(instance="decode-0", rank=2, start=0, end=1, factor=2)])
+    with pytest.raises(InputError, match="factor must be at least 1"):
+        run(where, [], events=[Slowdown(instance="decode-0", rank=1, start=0, end=1, factor=0.5)])
+    with pytest.raises(InputError, match="request 0 arrives at 0.0 s, before"):
+        run(where, list(reversed(requests(2, every=1.0))))
+
+
+def test_measured_times_are_means_and_the_nearest_where_none_was_measured():
+    times = MeasuredTimes([(4, 0, 1.0), (4, 0, 3.0), (8, 16, 10.0)])
+    assert times.step(decode_step(2, [4, 1], 10)).seconds == 2.0
+    assert times.step(decode_step(2, [5, 1], 10)).seconds == 2.0
+    assert times.step(prefill_step(2, [16, 1], 16)).seconds == 10.0
+    cost, last = times.run(decode_step(2, 4, 10), 5)
+    assert (cost.seconds, last.seconds) == (10.0, 2.0)
+    assert plain_cost(2.0).parts["other"] == sum(plain_cost(2.0).bounds.values()) == 2.0
+
+
+def test_runs_of_the_cost_model_are_sums_of_its_steps():
+    times = ModelTimes(CostModel(DEEPSEEK_V3, Setting(machine="h800", ranks=16, slots_per_rank=16)))
+    shape = decode_step(16, np.arange(16) * 8, 900)
+    cost, last = times.run(shape, 40)
+    singles = [
+        times.step(replace(shape, decode_context_R=shape.decode_context_R + j * shape.decode_sequences_R))
+        for j in range(40)
+    ]
+    assert cost.seconds == pytest.approx(sum(s.seconds for s in singles), rel=1e-5)
+    assert last == singles[-1]
