@@ -20,14 +20,16 @@ def plans(draw: st.DrawFn) -> EffectivePlan:
         "max_sequences": draw(st.sampled_from([1, 3, 6])),
         "chunk_tokens": draw(st.sampled_from([5, 24])),
         "prefill_delay_steps": draw(st.sampled_from([0, 2])),
+        "chunk_budget": draw(st.sampled_from(["fixed", "fixed", "tpot"])),
     }
+    overlap = {"micro_batches": draw(st.sampled_from([1, "per_step"]))}
     kv = {"blocks": draw(st.sampled_from([14, 40])), "prefix_cache": draw(st.booleans())}
     ranks = draw(st.sampled_from([1, 2, 3]))
     if draw(st.booleans()):
-        unified = {"expert_parallel": ranks, "instances": draw(st.integers(1, 2))}
+        unified = {"expert_parallel": ranks, "instances": draw(st.integers(1, 2)), "overlap": overlap}
         return plan({"unified": unified}, scheduler=scheduler, kv=kv)
     prefill = {"expert_parallel": draw(st.sampled_from([1, 2])), "instances": draw(st.integers(1, 2))}
-    decode = {"expert_parallel": ranks, "instances": draw(st.integers(1, 2))}
+    decode = {"expert_parallel": ranks, "instances": draw(st.integers(1, 2)), "overlap": overlap}
     return plan({"prefill": prefill, "decode": decode}, scheduler=scheduler, kv=kv)
 
 
