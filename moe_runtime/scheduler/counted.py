@@ -69,11 +69,12 @@ class Crew:
 
 
 class CountedTable(SequenceTable):
-    """Knows its decode rows until something changes them."""
+    """Knows its decode and prefill rows until something changes them."""
 
     def __init__(self, rows: int, max_blocks: int) -> None:
         super().__init__(rows, max_blocks)
         self._decoding: Rows | None = None
+        self._prefilling: Rows | None = None
 
     def decode_rows(self) -> Rows:
         if self._decoding is None:
@@ -81,12 +82,15 @@ class CountedTable(SequenceTable):
         return self._decoding
 
     def prefill_rows(self) -> Rows:
-        decoding = self.decode_rows()
-        return decoding[:0] if len(decoding) == self.num_ready else super().prefill_rows()
+        if self._prefilling is None:
+            decoding = self.decode_rows()
+            none = len(decoding) == self.num_ready
+            self._prefilling = decoding[:0] if none else super().prefill_rows()
+        return self._prefilling
 
     def changed(self) -> None:
         """Other rows decode now, or some have ended."""
-        self._decoding = None
+        self._decoding = self._prefilling = None
 
     def enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
         super().enter(sequence, row, blocks, computed)
@@ -127,7 +131,7 @@ class CountedScheduler(Scheduler):
         """The same step as `build` would make, and the same state after it."""
         table, decode = self.table, self._decode
         chunks = self._chunks(token_level, chunk_tokens)
-        context = int(table.num_tokens[decode].sum())
+        context = int(np.add.reduce(table.num_tokens[decode], dtype=np.int64))
         again = pairs = prefix = 0
         complete = []
         for row, count in chunks:
@@ -160,7 +164,7 @@ class CountedScheduler(Scheduler):
         table, decoded, prefilled = self.table, flight.rows, flight.rows[flight.decode_rows :]
         here = table.stamp[flight.rows] == flight.stamps
         events = []
-        if not here.all():
+        if np.count_nonzero(here) < len(here):
             for stamp in flight.stamps[~here].tolist():
                 events += self._settle_gone(self._gone.pop(stamp))
             decoded = decoded[here]
@@ -172,7 +176,9 @@ class CountedScheduler(Scheduler):
         ends = known == self._length[decoded]
         keeps = np.minimum(table.num_computed[decoded], known) >= self._keep_at[decoded]
         ending = {*decoded[ends].tolist(), *prefilled.tolist()}
-        touched = table.in_order(decoded[ends | keeps])
+        touched = decoded[ends | keeps]
+        if len(touched) > 1:
+            touched = table.in_order(touched)
         for index, row in enumerate([*touched.tolist(), *prefilled.tolist()]):
             sequence = table.sequences[row]
             assert sequence is not None
@@ -265,8 +271,8 @@ class CountedScheduler(Scheduler):
             tokens = table.num_tokens[rows]
             known = self._known_crew = Crew(
                 rows=rows,
-                until=int((table.max_tokens[rows] - tokens).min()) if len(rows) else 0,
-                context=int(tokens.sum()),
+                until=int(np.minimum.reduce(table.max_tokens[rows] - tokens)) if len(rows) else 0,
+                context=int(np.add.reduce(tokens, dtype=np.int64)),
                 first_N=table.num_blocks[rows] * size + 1 - tokens,
             )
         return known
@@ -286,7 +292,7 @@ class CountedScheduler(Scheduler):
 
     def _allocate_decode(self) -> None:
         crew = self._crew()
-        if not crew.first_N.all():  # some need a block now
+        if np.count_nonzero(crew.first_N) < len(crew.rows):  # some need a block now
             super()._allocate_decode()
             crew.first_N[crew.first_N == 0] = self.limits.block_tokens
 
