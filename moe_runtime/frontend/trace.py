@@ -58,7 +58,10 @@ def read_trace(
             raise InputError(f"{option} is {value}, must be a number above 0")
     timed = [_read(line, index, scale_lengths) for index, line in enumerate(read_lines(path))]
     timed.sort(key=lambda pair: pair[0])
-    first = timed[0][0]
+    timed = timed[:limit]
+    first, last = timed[0][0], timed[-1][0]
+    if (last - first) / speed > 2 * _LONGEST_MS:
+        raise InputError(f"--speed is {speed:g}: the last request would arrive after more than 60 years")
     return [
         TraceRequest(
             index=r.index,
@@ -70,7 +73,7 @@ def read_trace(
             block_tokens=r.block_tokens,
             prompt=r.prompt,
         )
-        for timestamp, r in timed[:limit]
+        for timestamp, r in timed
     ]
 
 

@@ -217,13 +217,15 @@ def _memory(
         needed = sum(b.total * n for b, n in zip(budgets, counts, strict=True))
         if needed > memory:
             i, term = largest_term(budgets, counts)
-            who = f"all {sum(counts)} ranks together"
+            who = f"all {sum(counts)} ranks together take"
             yield _too_big(effective, i, budgets[i], term, needed, memory, counts[i], who)
         return
     for i, budget in enumerate(budgets):
         if budget.total > hardware.memory_bytes:
             _, term = largest_term([budget], [1])
-            yield _too_big(effective, i, budget, term, budget.total, hardware.memory_bytes, 1, "each rank")
+            yield _too_big(
+                effective, i, budget, term, budget.total, hardware.memory_bytes, 1, "each rank takes"
+            )
 
 
 def _too_big(
@@ -245,7 +247,7 @@ def _too_big(
     name = "GiB" if unit == GIB else "MiB"
     return Problem(
         path=path or ("model", "path"),
-        text=f"does not fit: {who} take {needed / unit:.2f} {name} of {memory / unit:.2f} {name};"
+        text=f"does not fit: {who} {needed / unit:.2f} {name} of {memory / unit:.2f} {name};"
         f" the largest term is {term} of {d.name}, {size / unit:.2f} {name} per rank",
         value=value if path else effective.model.path,
         hint=f"{path[-1]}: {fits} fits"

@@ -132,6 +132,13 @@ def test_impossible_options_are_named(trace, options, name):
         read_trace(trace(request()), **options)
 
 
+def test_a_speed_at_which_the_trace_never_ends_is_refused(trace):
+    path = trace(request(0), request(5))
+    with pytest.raises(InputError, match="--speed is 1e-300: the last request would arrive"):
+        read_trace(path, speed=1e-300)
+    assert len(read_trace(path, speed=1e-300, limit=1)) == 1
+
+
 def test_scaled_lengths_keep_at_least_one_token(trace):
     r = read_trace(trace(request(input_length=100, output_length=3)), scale_lengths=0.1)[0]
     assert (r.input_length, r.output_length) == (10, 1)

@@ -169,7 +169,7 @@ def test_a_device_holds_its_own_rank(tmp_path: Path):
         return validate(None, replace(plan, cluster=cluster), DEEPSEEK_V3)
 
     assert on("h200-sxm")[0].total < 141e9
-    with pytest.raises(PlanError, match=r"each rank take .* of 74.51 GiB") as caught:
+    with pytest.raises(PlanError, match=r"each rank takes .* of 74.51 GiB") as caught:
         on("h800")
     assert "--set" not in str(caught.value)
 

@@ -8,13 +8,13 @@
 The first key names the kind and its value the instance; times are virtual seconds after the first arrival.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_runtime.errors import InputError, PlanError
+from moe_runtime.plan.problems import shorten
 from moe_runtime.plan.yaml_tree import parse
 from moe_runtime.virtual.cluster.events import Failure, Slowdown
 
@@ -23,6 +23,8 @@ KINDS = {
     "failure": ("at",),
     "rebalance": ("at",),
 }
+LATEST = 1e10  # seconds, beyond all traces
+SLOWEST = 1e6  # times: a second of a step is eleven days then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,8 @@ def read_events(path: Path, ranks: Mapping[str, int]) -> list[Scripted]:
     found = []
     for index, item in enumerate(items):
         lines = [line for key, line in tree.lines.items() if key[:2] == ("events", str(index))]
-        found.append(_Item(f"{path}:{min(lines, default=0)}: events[{index}]", item, ranks).read())
+        line = min(lines, default=tree.lines[("events",)])
+        found.append(_Item(f"{path}:{line}: events[{index}]", item, ranks).read())
     return found
 
 
@@ -75,7 +78,7 @@ class _Item:
             if key not in (kind, *KINDS[kind]):
                 self._fail(f"a {kind} has no {key!r}; its keys are {', '.join((kind, *KINDS[kind]))}")
         instance = self._item[kind]
-        if instance not in self._ranks:
+        if not isinstance(instance, str) or instance not in self._ranks:
             self._fail(f"{kind} is {instance!r}: the plan has {', '.join(self._ranks)}")
         if kind == "failure":
             return Failure(instance=instance, at=self._number("at", low=0.0))
@@ -87,7 +90,7 @@ class _Item:
             rank=self._rank(instance),
             start=start,
             end=self._number("end", low=start),
-            factor=self._number("factor", low=1.0),
+            factor=self._number("factor", low=1.0, high=SLOWEST),
         )
 
     def _rank(self, instance: str) -> int:
@@ -96,10 +99,10 @@ class _Item:
             self._fail(f"rank is {rank!r}, must be from 0 to {self._ranks[instance] - 1}")
         return int(rank)
 
-    def _number(self, key: str, *, low: float) -> float:
+    def _number(self, key: str, *, low: float, high: float = LATEST) -> float:
         value = self._item.get(key)
-        if type(value) not in (int, float) or not (math.isfinite(value) and value >= low):
-            self._fail(f"{key} is {value!r}, must be a number from {low:g}")
+        if type(value) not in (int, float) or not low <= value <= high:
+            self._fail(f"{key} is {shorten(repr(value))}, must be a number from {low:g} to {high:g}")
         return float(value)
 
     def _fail(self, text: str) -> NoReturn:
