@@ -81,6 +81,7 @@ TORCH_FREE = (
     "report.build",
     "placement.placement",
     "virtual.cost.model",
+    "virtual.cluster.simulate",
     "models.families.registry",
     "checkpoint.reader",
     "checkpoint.tokenizer",
