@@ -11,8 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import msgspec
@@ -54,14 +54,15 @@ class Frontends:
             own = listeners[number : number + 1]
             if own:
                 env[environment.SERVE_FD] = str(own[0].fileno())
-            process = subprocess.Popen(
-                [sys.executable, "-m", "moe_runtime", *argv],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[s.fileno() for s in own],
-                # A launcher signals the whole session of a rank; those that serve hear of it from rank 0.
-                start_new_session=bool(own),
-            )
+            with _no_sigterm() if own else nullcontext():
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "moe_runtime", *argv],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[s.fileno() for s in own],
+                    # A launcher signals the whole session of a rank; those that serve hear of it from rank 0.
+                    start_new_session=bool(own),
+                )
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(process,), name="frontend-watch", daemon=True).start()
         for listener in listeners:
@@ -97,6 +98,16 @@ class Frontends:
             say(f"the frontend was killed by {signal.Signals(-code).name}")
             code = 128 - code
         self._on_failure(code)
+
+
+@contextmanager
+def _no_sigterm() -> Generator[None]:
+    """What is started meanwhile hears of SIGTERM once it knows how to end in order, and lifts this itself."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def rank_addresses(flight: Preflight, session: Path) -> list[RankAddress]:

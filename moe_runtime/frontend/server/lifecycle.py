@@ -67,6 +67,8 @@ async def run_server(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ending.ask)
+    # A launch keeps it from a frontend until here: one that came earlier is heard now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     _send_logging_to(log)
     config = uvicorn.Config(
         app,
