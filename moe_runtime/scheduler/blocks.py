@@ -76,14 +76,15 @@ class BlockPool:
         The ends of a prefix go idle before its beginning, so they are evicted first.
         """
         order = blocks.tolist() if isinstance(blocks, np.ndarray) else blocks
-        holders = self._holders
+        holders, key_of, idle = self._holders, self._key_of, self._idle
         for block in reversed(order):
-            assert holders[block] > 0, f"block {block} freed twice"
-            holders[block] -= 1
-            if holders[block]:
+            held = holders[block] - 1
+            assert held >= 0, f"block {block} freed twice"
+            holders[block] = held
+            if held:
                 continue
-            if block in self._key_of:
-                self._idle[block] = None
+            if block in key_of:
+                idle[block] = None
             else:
                 self._blank.append(block)
                 self._stale.add(block)

@@ -94,7 +94,8 @@ class CountedTable(SequenceTable):
 
     def enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
         super().enter(sequence, row, blocks, computed)
-        self.changed()
+        if self.ready[row]:
+            self.changed()
 
     def leave(self, row: int) -> NDArray[np.int32]:
         self.changed()
