@@ -5,7 +5,7 @@ formula of costs and no file.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from moe_runtime.errors import InputError
@@ -96,7 +96,7 @@ class Query:
 
 def checked(query: Query) -> Query:
     """The query itself. InputError naming what cannot be."""
-    query.known.machine(query.hardware)
+    _require_rates(query)
     if not 1 <= query.nodes <= MOST_NODES:
         raise InputError(f"--nodes is {query.nodes}, must be from 1 to {MOST_NODES}")
     work = query.workload
@@ -111,9 +111,20 @@ def checked(query: Query) -> Query:
     return query
 
 
+def _require_rates(query: Query) -> None:
+    """InputError for a machine that is not known, or has no rate for a dtype of the model."""
+    rates, model = query.machine.hardware.flops, query.model
+    for dtype in (model.dtype, model.weight_dtype(model.dtype)):
+        if dtype not in rates:
+            raise InputError(
+                f"--model {query.name}: {query.hardware} has no rate for its {dtype};"
+                f" it has {', '.join(rates)}"
+            )
+
+
 def parse_workload(text: str) -> Workload:
     """`input=1200,output=1500[,prefix=0.5][,acceptance=0.8]`, all requests alike. InputError."""
-    values = _pairs(text, "--workload", ("input", "output"), ("prefix", "acceptance"))
+    values = _pairs(text, "--workload", ("input", "output"), ("prefix", "acceptance"), number)
     for name in ("input", "output"):
         if values[name] < 1:
             raise InputError(f"--workload {name} = {values[name]:g}: must be at least 1 token")
@@ -166,37 +177,58 @@ def recorded(lengths: Iterable[tuple[int, int, float]]) -> Workload:
 
 def parse_objectives(text: str) -> Objectives:
     """`ttft=2s,tpot=50ms[,utilisation=0.8]`. InputError."""
-    values = _pairs(text, "--slo", ("ttft", "tpot"), ("utilisation",))
-    utilisation = values.get("utilisation", 0.8)
-    if not 0 < utilisation < 1:
-        raise InputError(f"--slo utilisation = {utilisation:g}: must be above 0 and below 1")
-    for name in ("ttft", "tpot"):
-        if values[name] <= 0:
-            raise InputError(f"--slo {name}: must be above 0 seconds")
-    return Objectives(ttft=values["ttft"], tpot=values["tpot"], utilisation=utilisation)
+    values = _pairs(text, "--slo", ("ttft", "tpot"), ("utilisation",), objective)
+    return Objectives(**values)
+
+
+def objective(text: str, what: str) -> float:
+    """The value of an objective, the last word of `what`: its times have a unit. InputError naming `what`."""
+    if what.endswith("utilisation"):
+        value = number(text, what)
+        if not 0 < value < 1:
+            raise InputError(f"{what} = {value:g}: must be above 0 and below 1")
+        return value
+    value = seconds(text, what)
+    if value <= 0:
+        raise InputError(f"{what}: must be above 0 seconds")
+    return value
 
 
 def number(text: str, what: str) -> float:
-    """A plain number, or seconds with a unit. InputError naming `what`."""
-    for unit, scale in (("ms", 1e-3), ("s", 1.0), ("", 1.0)):
+    """A finite number. InputError naming `what`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InputError(f"{what} = {text!r}: a number was expected")
+    return value
+
+
+def seconds(text: str, what: str) -> float:
+    """Seconds of a time with its unit: a plain 50 could be meant as either. InputError naming `what`."""
+    for unit, scale in (("ms", 1e-3), ("s", 1.0)):
         if text.endswith(unit):
-            try:
-                value = float(text.removesuffix(unit)) * scale
-            except ValueError:
-                continue
-            if math.isfinite(value):
-                return value
-    raise InputError(f"{what} = {text!r}: a number was expected")
+            return number(text.removesuffix(unit).rstrip(), what) * scale
+    raise InputError(f"{what} = {text!r}: a time with its unit was expected, as 50ms or 2s")
 
 
-def _pairs(text: str, option: str, needed: tuple[str, ...], more: tuple[str, ...]) -> Mapping[str, float]:
+def _pairs(
+    text: str,
+    option: str,
+    needed: tuple[str, ...],
+    more: tuple[str, ...],
+    read: Callable[[str, str], float],
+) -> dict[str, float]:
     values: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
         if not equals or name not in (*needed, *more):
             names = ", ".join((*needed, *more))
             raise InputError(f"{option}: {part.strip()!r} is not one of {names} with =value")
-        values[name] = number(value.strip(), f"{option} {name}")
+        if name in values:
+            raise InputError(f"{option}: {name}= is given twice")
+        values[name] = read(value.strip(), f"{option} {name}")
     for name in needed:
         if name not in values:
             raise InputError(f"{option}: {name}= is missing")

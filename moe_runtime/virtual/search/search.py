@@ -212,7 +212,8 @@ def _nothing_fits(query: Query, ladders: dict[Phase, Ladders]) -> str:
     ends = [end for phase in PHASES for end in ladders[phase].ends()]
     memory = sorted({end for end in ends if end.startswith("memory")}, key=_gib)
     least = f"; the least needed: {memory[0]}" if memory else ""
-    return f"no plan fits {query.nodes} nodes of {query.ranks_per_node} {query.hardware}{least}"
+    nodes = "1 node" if query.nodes == 1 else f"{query.nodes} nodes"
+    return f"no plan fits {nodes} of {query.ranks_per_node} {query.hardware}{least}"
 
 
 def _gib(end: str) -> int:

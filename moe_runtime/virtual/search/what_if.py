@@ -12,18 +12,21 @@ from moe_runtime.errors import InputError
 from moe_runtime.virtual.search.candidate import Candidate, pair, unified_deployment
 from moe_runtime.virtual.search.evaluate import Evaluator
 from moe_runtime.virtual.search.option import Choice, Option
-from moe_runtime.virtual.search.query import Query, number, parse_objectives, with_hardware
+from moe_runtime.virtual.search.query import Query, checked, number, objective, with_hardware
 
 Change = Callable[[Query, str], Query]
 RATES = ("memory_bandwidth", "memory_bytes", "scaleup_bandwidth", "rdma_bandwidth")
 
 
 def changed(query: Query, text: str) -> Query:
-    """The query after `key=value`. InputError naming the keys there are, or what is wrong with the value."""
+    """The query after `key=value`, checked. InputError naming the keys there are, or what is wrong."""
     key, equals, value = (part.strip() for part in text.partition("="))
     if not equals or key not in CHANGES:
         raise InputError(f"--what-if {text!r}: not key=value with one of {', '.join(CHANGES)}")
-    return CHANGES[key](query, value)
+    try:
+        return checked(CHANGES[key](query, value))
+    except InputError as error:
+        raise InputError(f"--what-if {text}: {error}") from error
 
 
 def again(query: Query, candidate: Candidate) -> Candidate | str:
@@ -56,10 +59,6 @@ def _restricted(query: Query, choice: Choice) -> Choice:
     return choice
 
 
-def _number(value: str, key: str) -> float:
-    return number(value, f"--what-if {key}")
-
-
 def _hardware(query: Query, value: str) -> Query:
     query.known.machine(value)
     return replace(query, hardware=value)
@@ -70,10 +69,10 @@ def _rate(name: str) -> Change:
         """A number in bytes (per second), or xFACTOR of today's."""
         before = getattr(query.machine.hardware, name)
         if before is None:
-            raise InputError(f"--what-if hardware.{name}: {query.hardware} has none")
-        after = before * _number(value[1:], name) if value.startswith("x") else _number(value, name)
+            raise InputError(f"{query.hardware} has none")
+        after = before * number(value[1:], "factor") if value.startswith("x") else number(value, name)
         if after <= 0:
-            raise InputError(f"--what-if hardware.{name} = {value}: must be above 0")
+            raise InputError("must be above 0")
         change = {name: type(before)(after)}
         return with_hardware(query, replace(query.machine.hardware, **change))
 
@@ -81,9 +80,9 @@ def _rate(name: str) -> Change:
 
 
 def _flops(query: Query, value: str) -> Query:
-    factor = _number(value.removeprefix("x"), "hardware.flops")
+    factor = number(value.removeprefix("x"), "factor")
     if not value.startswith("x") or factor <= 0:
-        raise InputError(f"--what-if hardware.flops = {value}: a factor as x1.5 was expected")
+        raise InputError("a factor above 0 was expected, as x1.5")
     hardware = query.machine.hardware
     flops = {dtype: rate * factor for dtype, rate in hardware.flops.items()}
     return with_hardware(query, replace(hardware, flops=MappingProxyType(flops)))
@@ -91,19 +90,17 @@ def _flops(query: Query, value: str) -> Query:
 
 def _objective(name: str) -> Change:
     def change(query: Query, value: str) -> Query:
-        asked = query.objectives
-        values = {"ttft": str(asked.ttft), "tpot": str(asked.tpot), "utilisation": str(asked.utilisation)}
-        values[name] = value
-        return replace(query, objectives=parse_objectives(",".join(f"{k}={v}" for k, v in values.items())))
+        change = {name: objective(value, name)}
+        return replace(query, objectives=replace(query.objectives, **change))
 
     return change
 
 
 def _whole(name: str, low: int, high: int) -> Change:
     def change(query: Query, value: str) -> Query:
-        count = _number(value, name)
+        count = number(value, "value")
         if count != int(count) or not low <= count <= high:
-            raise InputError(f"--what-if {name} = {value}: must be a whole number from {low} to {high}")
+            raise InputError(f"must be a whole number from {low} to {high}")
         return replace(query, **{name: int(count)})  # type: ignore[arg-type]
 
     return change
@@ -115,21 +112,21 @@ def _overlap(query: Query, value: str) -> Query:
 
 def _balancing(query: Query, value: str) -> Query:
     if value not in ("on", "off"):
-        raise InputError(f"--what-if balancing = {value}: must be on or off")
+        raise InputError("must be on or off")
     return replace(query, balanced=value == "on")
 
 
 def _prefix(query: Query, value: str) -> Query:
-    share = _number(value, "prefix")
+    share = number(value, "prefix")
     if not 0 <= share < 1:
-        raise InputError(f"--what-if prefix = {value}: must be from 0 to below 1")
+        raise InputError("must be from 0 to below 1")
     return replace(query, workload=replace(query.workload, prefix=share))
 
 
 def _acceptance(query: Query, value: str) -> Query:
-    share = _number(value, "acceptance")
+    share = number(value, "acceptance")
     if not 0 <= share <= 1:
-        raise InputError(f"--what-if acceptance = {value}: must be from 0 to 1")
+        raise InputError("must be from 0 to 1")
     return replace(query, workload=replace(query.workload, acceptance=share))
 
 

@@ -40,6 +40,8 @@ def test_a_recorded_workload_counts_sequences_as_long_as_they_stay():
         ("input=0,output=1", "at least 1"),
         ("input=1,output=1,prefix=1", "prefix"),
         ("input=1,output=1,acceptance=2", "acceptance"),
+        ("input=1,input=2,output=1", "input= is given twice"),
+        ("input=1200ms,output=1", "'1200ms': a number"),
         ("inputs=1,output=1", "'inputs=1' is not one of input, output"),
     ],
 )
@@ -55,10 +57,13 @@ def test_bad_objectives_are_named(text: str):
 
 
 def test_units():
-    assert parse_objectives("ttft=1500ms,tpot=0.05").ttft == 1.5
-    assert number("50ms", "x") == pytest.approx(0.05)
-    with pytest.raises(InputError, match="number was expected"):
-        number("nan", "x")
+    asked = parse_objectives("ttft=1500ms,tpot=0.05 s")
+    assert (asked.ttft, asked.tpot) == (1.5, 0.05)
+    with pytest.raises(InputError, match="tpot = '50': a time with its unit was expected"):
+        parse_objectives("ttft=2s,tpot=50")
+    for text in ("nan", "50ms", ""):
+        with pytest.raises(InputError, match="number was expected"):
+            number(text, "x")
 
 
 def test_queries_that_cannot_be_are_named():
@@ -70,6 +75,12 @@ def test_queries_that_cannot_be_are_named():
         checked(query("kimi-k2", workload="input=10,output=10,acceptance=0.5"))
     with pytest.raises(InputError, match="positions for 163840"):
         checked(query(workload="input=160000,output=4000"))
+
+
+def test_a_dtype_that_a_machine_has_no_rate_for_is_named():
+    asked = query("qwen3-30b")
+    with pytest.raises(InputError, match="--model catalog:qwen3-30b: .* has no rate for its float32"):
+        checked(replace(asked, model=replace(asked.model, dtype="float32")))
 
 
 def test_what_if_changes_one_thing():
@@ -99,11 +110,19 @@ def test_what_if_changes_one_thing():
         "hardware.flops=2",
         "hardware.memory_bytes=x0",
         "prefix=1",
+        "tpot=50",
+        "ttft=2s,tpot=1ms",
+        "nodes=200",
     ],
 )
 def test_bad_questions_are_named(text: str):
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=f"--what-if '?{text}"):
         changed(query(), text)
+
+
+def test_a_question_that_the_model_cannot_answer_is_named():
+    with pytest.raises(InputError, match="--what-if acceptance=0.5: .*no layers for multi-token prediction"):
+        changed(query("kimi-k2"), "acceptance=0.5")
 
 
 def test_a_rate_that_a_machine_has_not_is_named():
