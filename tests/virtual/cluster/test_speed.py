@@ -1,5 +1,6 @@
 """What simulations cost: twentieths of the two large ones, and work that grows as the requests do."""
 
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -27,10 +28,11 @@ ROOM = 8  # a busy machine, or a slow one; and a slice fills and empties the clu
     ],
 )
 def test_a_twentieth_of_a_large_simulation_takes_a_twentieth_of_the_time(name):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # of other tests
     line = benchmark.measure(name, TRACE, PART)
     assert line["failed"] == 0
     assert line["cpu_seconds"] < ROOM * PART * benchmark.SECONDS
-    assert line["peak_gigabytes"] < benchmark.GIGABYTES
+    assert line["peak_gigabytes"] - before < benchmark.GIGABYTES / 4
     if name == "synthetic":
         # Nearly every step changes: it is the ranks that are left alone which save the time.
         assert line["step_records"] > 0.8 * line["steps"]
