@@ -31,13 +31,19 @@ def require_replacement(flight: Preflight, path: Path) -> None:
         )
         raise PlanError("model", text)
     served = flight.model
+    if "\0" in str(path):
+        raise CheckpointError(f"{str(path)!r}: is no path")
     model = read_spec(path, served.dtype)
     differing = [f.name for f in fields(served) if getattr(served, f.name) != getattr(model, f.name)]
     if differing:
         named = ", ".join(f"{n}: {getattr(model, n)!r} instead of {getattr(served, n)!r}" for n in differing)
         raise CheckpointError(f"{path}: another model than the one that is served; {named}")
     mine, theirs = Path(plan.model.path) / TOKENIZER, path / TOKENIZER
-    if theirs.exists() and theirs.read_bytes() != mine.read_bytes():
+    try:
+        differs = theirs.exists() and theirs.read_bytes() != mine.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{theirs}: cannot be read: {error}") from None
+    if differs:
         raise CheckpointError(f"{theirs}: another tokenizer than the one that is served")
     with Checkpoint.open(path) as checkpoint:
         checkpoint.validate(flight.targets, lambda name: skipped_tensor(served, name))

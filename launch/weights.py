@@ -15,25 +15,37 @@ from moe_runtime.spec.weights import TensorTarget
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightReader:
-    """`build` gives decoders of this rank, all alike and without values; `targets` fill them."""
+    """`build` gives decoders of this rank, all alike and without values; `targets` fill them.
+
+    `skipped` as in `Checkpoint.validate`.
+    """
 
     build: Callable[[], Decoder]
     targets: Sequence[TensorTarget]
+    skipped: Callable[[str], bool]
     rank: int
 
     def read(self, path: Path, placement: Placement) -> tuple[Decoder, LoadReport]:
         """A decoder with the weights of a checkpoint, ready to run. Raises CheckpointError."""
-        decoder = self.build()
         with Checkpoint.open(path) as checkpoint:
-            report = load_rank(
-                checkpoint,
-                self.targets,
-                decoder.tensors(),
-                lambda layer: placement.local_experts(layer, self.rank),
-            )
-        decoder.prepare()
-        return decoder, report
+            return self._filled(checkpoint, placement)
 
     def reread(self, path: Path, placement: Placement) -> Mapping[str, Tensor]:
-        """Only the weights, by parameter, laid out as those of a decoder that runs."""
-        return self.read(path, placement)[0].tensors()
+        """Only the weights, by parameter, laid out as those of a decoder that runs.
+
+        What is read is checked: files may have been replaced since the frontend looked at them.
+        """
+        with Checkpoint.open(path) as checkpoint:
+            checkpoint.validate(self.targets, self.skipped)
+            return self._filled(checkpoint, placement)[0].tensors()
+
+    def _filled(self, checkpoint: Checkpoint, placement: Placement) -> tuple[Decoder, LoadReport]:
+        decoder = self.build()
+        report = load_rank(
+            checkpoint,
+            self.targets,
+            decoder.tensors(),
+            lambda layer: placement.local_experts(layer, self.rank),
+        )
+        decoder.prepare()
+        return decoder, report

@@ -43,7 +43,7 @@ from moe_runtime.launch.preflight import Preflight
 from moe_runtime.launch.sockets import inbox_address
 from moe_runtime.launch.weights import WeightReader
 from moe_runtime.models.decoder import Decoder, build_decoder
-from moe_runtime.models.families.registry import tensor_targets
+from moe_runtime.models.families.registry import skipped_tensor, tensor_targets
 from moe_runtime.placement.placement import Placement
 from moe_runtime.report.records import StepLog
 from moe_runtime.scheduler.scheduler import Scheduler
@@ -119,6 +119,7 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
             kernels=kernels_of(deployment),
         ),
         targets=tensor_targets(model),
+        skipped=partial(skipped_tensor, model),
         rank=place.rank,
     )
     decoder, report = reader.read(Path(flight.effective.model.path), placement)

@@ -1,5 +1,6 @@
 """The placement a deployment starts with: files that fit, and files that do not."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,16 @@ def test_recorded_loads_are_solved(tmp_path):
     assert (placement.replica_counts[:, 3] == 4).all()
     load = placement.rank_load(skewed())
     assert (load.mean(axis=1) / load.max(axis=1)).min() > 0.95
+
+
+def test_an_answered_dump_is_taken_like_a_file_of_loads(tmp_path):
+    np.savez(tmp_path / "f.npz", load=skewed(), layers=np.array(MODEL.moe_layers))
+    dump = {"deployment": "decode", "layers": list(MODEL.moe_layers), "load": skewed().tolist()}
+    (tmp_path / "f.json").write_text(json.dumps(dump))
+    assert start(tmp_path, "f.json").digest == start(tmp_path, "f.npz").digest
+    (tmp_path / "f.json").write_text(json.dumps({**dump, "layers": [0] * LAYERS}))
+    with pytest.raises(PlanError, match="loads of layers"):
+        start(tmp_path, "f.json")
 
 
 def test_shared_experts_in_slots_get_every_token(tmp_path):

@@ -68,6 +68,7 @@ class Controller:
     _pairs_LE: NDArray[np.float64] | None = None
     _seconds_per_pair: float = 0.0
     _forced: bool = False
+    _asked_by_force: bool = False
     _asked: float | None = None
     _attempt: int = 0
 
@@ -99,7 +100,7 @@ class Controller:
         self.mover.give_up("another rebalance was asked for")
 
     def poll(self, now: float, *, hold: bool = False) -> None:
-        """Take an answer, ask what there is to ask. `hold`: nothing is asked, and an answer moves nothing."""
+        """Take an answer, ask what there is to ask. `hold`: nothing is asked, an answer moves nothing."""
         if self._asked is not None:
             answer = self.solver.answer()
             if answer is not None:
@@ -142,6 +143,7 @@ class Controller:
 
     def _ask(self, now: float) -> None:
         self.solver.ask(self.question(self._pairs_LE))
+        self._asked_by_force = self._forced
         self._pairs_LE, self._forced, self._asked = None, False, now
 
     def _take(self, answer: Answer, now: float, *, hold: bool) -> None:
@@ -154,7 +156,10 @@ class Controller:
             return
         self.stalled, self.decided, self.newest = False, now, answer
         self.moves = answer.moves or self.moves
-        if answer.action == "wait" or hold:
+        if answer.action == "wait":
+            return
+        if hold:
+            self._forced |= self._asked_by_force  # it is asked again
             return
         current = self.mover.placement
         shape = current.slot_to_expert_LS.shape

@@ -83,6 +83,8 @@ class ExpertDesk:
                 return [(frontend, msgspec.structs.replace(now, weights=self.reload.path))]
             case RecordLoads(frontend=frontend, action=action):
                 return self._record(frontend, action)
+            case NewPlacement() if self.reload.begun:
+                pass  # it comes so late that the others have dropped it, or the reload would not have begun
             case WindowLoads() | NewPlacement() | Rebalance():
                 if balancing is not None:
                     balancing.handle(message)

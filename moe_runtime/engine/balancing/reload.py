@@ -62,6 +62,7 @@ class Reloader:
         self._instance, self._rank = instance, rank
         self._weights, self._read = weights, read
         self._attempt: _Attempt | None = None
+        self._thread: threading.Thread | None = None
         self._answers: list[tuple[int, ReloadAnswer]] = []
 
     @property
@@ -70,16 +71,21 @@ class Reloader:
         return self._attempt is not None
 
     @property
+    def begun(self) -> bool:
+        """Weights are being read, or are, for the experts that the slots hold."""
+        return self._attempt is not None and self._attempt.staged is not None
+
+    @property
     def reading(self) -> bool:
         """A thread is at work whose end nobody announces."""
         a = self._attempt
-        return a is not None and a.staged is not None and not a.told
+        return a is not None and not a.told and (a.staged is not None or not self._may_begin)
 
     @property
     def busy(self) -> bool:
         """Something has to be agreed, so steps are wanted."""
         a = self._attempt
-        return a is not None and (a.staged is None or a.wanted or a.failed)
+        return a is not None and (a.wanted or a.failed or (a.staged is None and self._may_begin))
 
     def prepare(self, message: Reload, now: float) -> None:
         """Take a wish; refused while there is another."""
@@ -122,7 +128,7 @@ class Reloader:
         if a.failed:
             return MoveOffer(ticket, MovePhase.STAGING, failed=True)
         if a.staged is None:
-            return MoveOffer(ticket, MovePhase.READY)
+            return MoveOffer(ticket, MovePhase.READY) if self._may_begin else NO_OFFER
         return MoveOffer(ticket, MovePhase.STAGED) if a.wanted else NO_OFFER
 
     def due(self, order: MoveOrder) -> bool:
@@ -140,14 +146,19 @@ class Reloader:
             self._attempt = None
         elif order.begin == a.message.version:
             a.staged = Future()
-            work = threading.Thread(
+            self._thread = threading.Thread(
                 target=_read, args=(a.staged, self._read, Path(a.message.path), placement), daemon=True
             )
-            work.start()
+            self._thread.start()
         elif self.due(order):
             self._commit(a)
 
     # -- inside -------------------------------------------------------------------------------
+
+    @property
+    def _may_begin(self) -> bool:
+        """No thread of a dropped attempt still reads: memory is asked for two sets of weights, not three."""
+        return self._thread is None or not self._thread.is_alive()
 
     def _commit(self, attempt: _Attempt) -> None:
         assert attempt.staged is not None

@@ -137,6 +137,20 @@ def test_nothing_is_asked_or_moved_while_experts_must_stay():
     assert len(bench.mover.targets) == 1
 
 
+def test_a_forced_rebalance_that_is_answered_while_experts_must_stay_comes_afterwards():
+    bench = Bench()
+    bench.give(bench.draw(SKEWED))  # so that there is something to decide from
+    targets = len(bench.mover.targets)
+    bench.solver.block = True
+    bench.controller.force()
+    bench.poll()
+    bench.solver.block = False
+    bench.poll(hold=True)
+    assert len(bench.mover.targets) == targets
+    bench.poll()
+    assert len(bench.mover.targets) == targets + 1
+
+
 def test_a_balanced_load_moves_nothing():
     """Ten windows with the noise of counting: the share of each expert is the same."""
     bench = Bench()

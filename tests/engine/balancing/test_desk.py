@@ -72,13 +72,13 @@ class Desks:
     def prepare(self, version: int, name: str = "new", ranks: range = range(RANKS)) -> None:
         self.tell(Reload(frontend=0, version=version, path=name), ranks)
 
-    def move(self) -> None:
-        """Send all ranks to another placement."""
+    def move(self, ranks: range = range(RANKS)) -> None:
+        """Send ranks to another placement."""
         current = self.ranks.movers[0].placement
         target = rearranged(current, "permute", np.random.default_rng(1))
         message = NewPlacement.of(1, current, target, moves(current, target))
-        for desk in self.desks:
-            desk.handle(message)
+        for rank in ranks:
+            self.desks[rank].handle(message)
 
     def step(self) -> MoveOrder:
         for desk in self.desks:
@@ -157,3 +157,36 @@ def test_a_frontend_that_gives_up_leaves_the_old_weights_and_only_one_is_heard_a
     world.may_read.set()
     assert world.in_use == [1.0] * RANKS
     assert [a.why for a in world.answers] == ["it takes too long", "", "", ""]
+
+
+def test_the_next_reload_waits_for_the_thread_of_the_one_that_was_dropped():
+    """So that no rank ever holds three sets of weights."""
+    world = Desks()
+    world.may_read.clear()
+    world.prepare(NEW)
+    assert world.step().begin == NEW
+    world.tell(FinishReload(version=NEW, commit=False))
+    world.until("failed")
+    world.answers.clear()
+    world.prepare(LATER, "later")
+    for _ in range(5):
+        assert world.step() == MoveOrder()
+        assert not any(d.busy for d in world.desks)  # nobody is kept awake meanwhile
+        assert all(d.patience < 1 for d in world.desks)
+    world.may_read.set()
+    world.until("staged")
+    world.tell(FinishReload(version=LATER, commit=True))
+    world.until("in use")
+    assert world.in_use == [3.0] * RANKS
+
+
+def test_a_target_that_comes_late_does_not_stop_a_reload_that_has_begun():
+    """The other ranks have dropped it, or the reload would not have begun."""
+    world = Desks()
+    world.prepare(NEW)
+    world.step()
+    world.move(range(1))
+    world.until("staged")
+    world.tell(FinishReload(version=NEW, commit=True))
+    world.until("in use")
+    assert world.in_use == [2.0] * RANKS

@@ -16,13 +16,16 @@ from fastapi.responses import Response
 from safetensors.numpy import load_file, save_file
 
 from moe_runtime.checkpoint.make import make_checkpoint
-from moe_runtime.errors import PlanError
+from moe_runtime.errors import CheckpointError, PlanError
 from moe_runtime.frontend.experts import Experts
 from moe_runtime.frontend.openai.errors import ApiError
 from moe_runtime.frontend.server.experts_admin import add_experts_admin
 from moe_runtime.launch import reload
 from moe_runtime.launch.preflight import preflight
 from moe_runtime.launch.reload import require_replacement
+from moe_runtime.launch.weights import WeightReader
+from moe_runtime.models.families.registry import read_spec, tensor_targets
+from moe_runtime.placement.placement import linear
 from moe_runtime.scheduler.scheduler import Scheduler
 from tests.end_to_end.commands import write_plan
 from tests.engine.in_process import InProcess, ranks, running
@@ -160,7 +163,41 @@ def test_a_second_set_of_weights_must_fit(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "model", family="qwen3_moe", size="tiny")
     plan = write_plan(tmp_path / "plan.yaml", tmp_path / "model", {"unified": {"expert_parallel": 2}})
     flight = preflight(plan, (), check_tensors=False)
-    require_replacement(flight, tmp_path / "model")
+    require_replacement(flight, tmp_path / "model")  # the same again may be asked for
     monkeypatch.setattr(reload, "available_memory_bytes", lambda: 1000)
     with pytest.raises(PlanError, match="0 MiB are free"):
         require_replacement(flight, tmp_path / "model")
+
+
+def test_odd_folders_are_refused_and_another_dtype_is_not(tmp_path):
+    make_checkpoint(tmp_path / "model", family="qwen3_moe", size="tiny")
+    make_checkpoint(tmp_path / "bfloat16", family="qwen3_moe", size="tiny", dtype="bfloat16")
+    odd = tmp_path / "odd"
+    shutil.copytree(tmp_path / "model", odd)
+    (odd / "tokenizer.json").unlink()
+    (odd / "tokenizer.json").mkdir()
+    plan = write_plan(tmp_path / "plan.yaml", tmp_path / "model", {"unified": {"expert_parallel": 2}})
+    flight = preflight(plan, (), check_tensors=False)
+    require_replacement(flight, tmp_path / "bfloat16")
+    for path in (odd, Path("/" + "a" * 5000), Path("a\0b"), plan):
+        with pytest.raises(CheckpointError):
+            require_replacement(flight, path)
+
+
+def test_ranks_check_what_they_read(tmp_path):
+    """A checkpoint may have changed since a frontend looked at it."""
+
+    make_checkpoint(tmp_path / "model", family="qwen3_moe", size="tiny")
+    spec = read_spec(tmp_path / "model")
+    file = sorted((tmp_path / "model").glob("*.safetensors"))[-1]
+    tensors = load_file(file)
+    name = next(name for name, values in tensors.items() if len(values) > 1)
+    save_file({**tensors, name: tensors[name][:-1].copy()}, file)
+
+    def build() -> Any:
+        raise AssertionError("memory is taken for weights that cannot be used")
+
+    reader = WeightReader(build=build, targets=tensor_targets(spec), skipped=lambda name: False, rank=0)
+    placement = linear(num_layers=spec.num_moe_layers, num_experts=spec.moe.num_experts, num_ranks=1)
+    with pytest.raises(CheckpointError, match=name):
+        reader.reread(tmp_path / "model", placement)
