@@ -41,6 +41,40 @@ def test_lists_of_numbers_take_one_line_and_texts_are_left_alone(saved, tmp_path
     assert f'        "queue": {json.dumps(list(queue))}' in [line.rstrip(",") for line in lines]
 
 
+def _cut_loads(deployment):
+    deployment["rank_loads"]["after"].pop()
+
+
+def _cut_column(deployment):
+    deployment["timeline"]["queue"].pop()
+
+
+def _blow_up(deployment):
+    deployment["timeline"]["queue"][0] = 1e308
+
+
+def _lose_phase(deployment):
+    deployment["phases"].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_cut_loads, "prefill.rank_loads"),
+        (_cut_column, "columns of the same length - at `\\$.deployments.prefill.timeline"),
+        (_blow_up, "numbers below 1e.100"),
+        (_lose_phase, "the same parts of their time"),
+    ],
+)
+def test_tables_that_do_not_fit_together_are_named(saved, change, message):
+    path, _ = saved
+    data = json.loads(path.read_text())
+    change(data["deployments"][0])
+    path.write_text(json.dumps(data))
+    with pytest.raises(InputError, match=message):
+        load_report(path)
+
+
 def test_failed_write_leaves_the_old_report(saved, monkeypatch):
     path, report = saved
     before = path.read_bytes()

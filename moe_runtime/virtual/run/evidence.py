@@ -120,6 +120,7 @@ class Simulated:
         transport = [
             sum(w.ranks * float(w.of(name).sum()) for w in windows) for name in ("communication", "exposed")
         ]
+        layers = self._layers(facts, windows)
         return DeploymentTally(
             ranks=tuple(t for w in windows for t in w.rank_tallies()),
             steps=int(steps.sum()),
@@ -133,9 +134,9 @@ class Simulated:
             phases={},
             transport_busy=transport[0],
             transport_waited=transport[1],
-            balancedness=self._layers(facts, windows),
+            balancedness=layers,
             attribution=_attribution(windows, span, f"{path}.attribution", gaps),
-            rank_loads=self._loads[facts.name].rank_loads(facts.instances[0]),
+            rank_loads=self._loads[facts.name].rank_loads(facts.instances[0]) if layers else None,
         )
 
     def timeline(self, facts: DeploymentFacts, whole: Span) -> Timeline | None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moe_runtime.report.build import build_report, report_on
+from moe_runtime.report.html.page import render_page
 from moe_runtime.virtual.cost.balance import Drift
 from moe_runtime.virtual.cost.loads import place, power_law
 from moe_runtime.virtual.run.collect import Collector
@@ -109,6 +110,20 @@ def test_balancedness_is_drawn_and_loads_are_shown_before_and_after():
         known = [b for b in deployment.timeline.balancedness if b is not None]
         assert known
         assert all(0 < b <= 1 for b in known)
+
+
+def test_a_deployment_without_steps_has_no_loads_and_a_page():
+    scenario = make_scenario()
+    scenario.runs = [r for r in scenario.runs if r.instance == "prefill-0"]
+    scenario.ends = [
+        dataclasses.replace(e, second_token=None, last_token=e.first_token, output_tokens=1)
+        for e in scenario.ends
+    ]
+    report = simulated(scenario)
+    decode = next(d for d in report.deployments if d.name == "decode")
+    assert (decode.balancedness, decode.rank_loads) == ((), None)
+    assert "deployments.decode.rank_loads" in {m.path for m in report.missing}
+    assert "<html" in render_page([("RUN.json", report)], (), None)
 
 
 def test_every_null_has_a_reason():
