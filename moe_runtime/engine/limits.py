@@ -36,6 +36,7 @@ def scheduler_limits(
         max_batch_tokens=s.max_batch_tokens,
         max_sequences=s.max_sequences,
         chunk_tokens=s.chunk_tokens,
+        attention_span=s.attention_span,
         block_tokens=kv.block_tokens,
         num_blocks=kv.blocks,
         max_positions=max_positions,

@@ -54,6 +54,7 @@ class EffectiveScheduler:
     chunk_tokens: int
     chunk_budget: Literal["fixed", "tpot"]
     prefill_delay_steps: int
+    attention_span: int
     pipeline_depth: int
 
 

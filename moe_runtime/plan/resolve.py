@@ -133,6 +133,7 @@ def _deployment(
             chunk_tokens=d.scheduler.chunk_tokens,
             chunk_budget=d.scheduler.chunk_budget,
             prefill_delay_steps=d.scheduler.prefill_delay_steps,
+            attention_span=d.scheduler.attention_span,
             pipeline_depth=settle(f"{at}.scheduler.pipeline_depth", d.scheduler.pipeline_depth, *depth),
         ),
         kv_cache=EffectiveKVCache(

@@ -61,7 +61,9 @@ class SchedulerSection(Section):
 
     `chunk_budget`: `tpot` takes fewer prefill rows while somebody decodes, so that a step keeps to
     slo.tpot_ms by the measured cost of a row. `prefill_delay_steps`: steps for which prefill may wait,
-    while others decode, until every rank of the instance has some.
+    while others decode, until every rank of the instance has some. `attention_span`: tokens of context at
+    which a prefill row takes twice the time of one without; the row at position p then counts as
+    1 + p / attention_span of `chunk_tokens`. 0: all rows count alike.
     """
 
     max_batch_tokens: Tokens = 512
@@ -69,6 +71,7 @@ class SchedulerSection(Section):
     chunk_tokens: Tokens = 256
     chunk_budget: Literal["fixed", "tpot"] = "fixed"
     prefill_delay_steps: Annotated[int, Ge(0), Le(1000)] = 0
+    attention_span: Annotated[int, Ge(0), Le(1_048_576)] = 0
     pipeline_depth: Auto | Annotated[int, Ge(0), Le(1)] = "auto"
 
 

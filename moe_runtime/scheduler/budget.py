@@ -1,11 +1,15 @@
-"""ChunkBudget: how many prefill rows fit into a step that must not take too long. Pure.
+"""How many prefill rows fit into a step that must not take too long. Pure.
 
-Times are arguments. The cost of a step is learned as seconds = a + b * decode rows + c * prefill rows,
+`row_cost` and `affordable_rows`: rows with a long context take longer than others, and in lock-step everybody
+waits for them. `ChunkBudget`: what a step may take in all.
+
+Times are arguments there. The cost of a step is learned as seconds = a + b * decode rows + c * prefill rows,
 least squares over the latest steps (each step's weight fades by `FADE` per step), with the rows of the
 fullest rank, since lock-step makes everybody wait for it.
 """
 
 from dataclasses import dataclass, field
+from math import sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +18,22 @@ FADE = 0.98
 AIM = 0.8
 SHARE = 0.25
 LEAST_STEPS = 3
+
+
+def row_cost(rows: int, context: int, span: int) -> float:
+    """What `rows` prefill rows from position `context` on cost, in rows without context: a row at position
+    p costs 1 + p / span. With span 0 all cost 1.
+    """
+    return rows + rows * (context + (rows - 1) / 2) / span if span else float(rows)
+
+
+def affordable_rows(budget: float, context: int, span: int) -> int:
+    """The most rows from position `context` on whose `row_cost` is within `budget` >= 0."""
+    if not span:
+        return int(budget)
+    # The larger root of n^2 / 2 span + n (1 + (context - 1/2) / span) - budget.
+    first = 1 + (context - 0.5) / span
+    return int(2 * budget / (first + sqrt(first * first + 2 * budget / span)) + 1e-9)
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from moe_runtime.errors import RequestRefused
 from moe_runtime.scheduler.blocks import BlockPool
+from moe_runtime.scheduler.budget import affordable_rows, row_cost
 from moe_runtime.scheduler.prefix import PrefixCache
 from moe_runtime.scheduler.queue import WaitingQueue, order
 from moe_runtime.scheduler.rows import RowBuilder
@@ -31,6 +32,7 @@ from moe_runtime.spec.requests import FinishReason
 class SchedulerLimits:
     """One rank's numbers from the plan.
 
+    attention_span  context at which a prefill row counts twice (`budget.row_cost`); 0: all count alike
     prefix_cache  KV blocks of finished sequences are found again by later ones with the same beginning
     prefix_tokens tokens hashed and found as a whole, a multiple of `block_tokens`; 0: `block_tokens`
     reuse_pulled  what is found so of a sequence that was prefilled elsewhere need not be fetched
@@ -43,6 +45,7 @@ class SchedulerLimits:
     block_tokens: int
     num_blocks: int
     max_positions: int
+    attention_span: int = 0
     prefix_cache: bool = True
     prefix_tokens: int = 0
     reuse_pulled: bool = False
@@ -211,6 +214,9 @@ class Scheduler:
             prefill = self._behind()
         # All but the newest token of an admitted sequence may have been found: then it decodes at once.
         self._decode = self.table.decode_rows()
+        if self.limits.attention_span:
+            level = len(self._decode) + self.limits.chunk_tokens
+            prefill = sum(count for _, count in self._chunks(level, None))
         return Work(decode_tokens=len(self._decode), prefill_tokens=prefill)
 
     def build(self, token_level: int, chunk_tokens: int | None = None) -> Scheduled:
@@ -319,12 +325,17 @@ class Scheduler:
         chunks: list[tuple[int, int]] = []
         if not room:
             return chunks
+        budget, span = float(room), self.limits.attention_span
         for row in self.table.in_order(self.table.prefill_rows()).tolist():
-            count = min(room, int(self.table.num_tokens[row] - self.table.num_computed[row]))
+            computed = int(self.table.num_computed[row])
+            # The first one gets on, however long its context.
+            fits = max(affordable_rows(budget, computed, span), not chunks)
+            count = min(room, fits, int(self.table.num_tokens[row]) - computed)
             if count == 0:
                 break
             chunks.append((row, count))
             room -= count
+            budget = max(0.0, budget - row_cost(count, computed, span))
         return chunks
 
     def _built(self, chunks: list[tuple[int, int]]) -> None:

@@ -40,13 +40,16 @@ def prompts(rng: np.random.Generator, count: int, longest: int) -> list[list[int
     count=st.integers(1, 12),
     depth=st.integers(0, 1),
     chunk=st.sampled_from([1, 3, 16, 64]),
+    span=st.sampled_from([0, 1, 20]),
     sequences=st.sampled_from([1, 3, 8]),
     blocks=st.sampled_from([16, 20, 64]),
     ignore_eos=st.booleans(),
 )
-def test_outputs_do_not_depend_on_scheduling(seed, count, depth, chunk, sequences, blocks, ignore_eos):
+def test_outputs_do_not_depend_on_scheduling(seed, count, depth, chunk, span, sequences, blocks, ignore_eos):
     rng = np.random.default_rng(seed)
-    scheduler = Scheduler(limits(chunk_tokens=chunk, max_sequences=sequences, num_blocks=blocks))
+    scheduler = Scheduler(
+        limits(chunk_tokens=chunk, attention_span=span, max_sequences=sequences, num_blocks=blocks)
+    )
     runner = Runner(scheduler, depth)
     wanted = {}
     for i, prompt in enumerate(prompts(rng, count, 40)):

@@ -26,7 +26,7 @@ def grown(shape: StepShape, tokens: float) -> StepShape:
 
 
 def sum_steps(at: Callable[[int], StepCost], steps: int) -> StepCost:
-    """The sum of steps 0 to `steps` - 1; `at` costs one of them, and is asked for both ends and some between."""
+    """The sum of steps 0 to `steps` - 1; `at` costs one, and is asked for both ends and some between."""
     first = at(0)
     if steps == 1:
         return first
