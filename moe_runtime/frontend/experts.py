@@ -89,11 +89,14 @@ class Experts:
     async def reload(self, path: Path) -> None:
         """Have all ranks go over to the weights of a checkpoint that suits the plan; returns when they have.
 
-        Raises RequestRefused, and the old weights stay in use, if a rank cannot read them, takes too long, or
-        has been asked by another frontend before; TimeoutError if a rank never says that it goes along.
+        Raises RequestRefused, and the old weights stay in use, if a rank is not ready, cannot read them,
+        takes too long, or has been asked by another frontend before; TimeoutError if a rank never says that
+        it goes along.
         """
         if self._reloading.locked():
             raise RequestRefused("another reload is on its way")
+        if missing := self._fleet.missing:  # they are yet to take memory for the old weights
+            raise RequestRefused(f"not ready: {', '.join(missing)}")
         async with self._reloading:
             self._version, answers = time.time_ns(), self._reloads
             answers.clear()

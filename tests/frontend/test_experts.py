@@ -1,6 +1,7 @@
 """What frontends ask about experts: sums of all ranks by the model's layers, over sockets and over HTTP."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,17 @@ import pytest
 from fastapi import FastAPI
 
 from moe_runtime.checkpoint.make import make_checkpoint
-from moe_runtime.engine.balancing.wire import BalancingStatus, RecordedLoads
+from moe_runtime.engine.balancing.wire import (
+    BalancingStatus,
+    FinishReload,
+    RecordedLoads,
+    Reload,
+    ReloadAnswer,
+    ReloadState,
+    ToFrontendBalancing,
+)
 from moe_runtime.eplb.load_files import read_load
+from moe_runtime.errors import RequestRefused
 from moe_runtime.frontend.balancing_metrics import balancing_metrics
 from moe_runtime.frontend.board import Board
 from moe_runtime.frontend.experts import ExpertLoads, Experts, summed, write_loads
@@ -111,6 +121,93 @@ def test_every_token_is_counted_once_where_it_ran(tmp_path, checkpoint):
     assert found["rebalance"][0] == 400
     assert "balancing.enabled" in found["rebalance"][1]["error"]["message"]
     assert found["unknown"][0] == 422
+
+
+class Told:
+    """A fleet of two instances, whose ranks say what they are made to say."""
+
+    number, ranks = 1, (("prefill-0", 0), ("decode-0", 0))
+
+    def __init__(self) -> None:
+        self.missing: list[str] = []
+        self.told: list[Any] = []
+        self.on_experts: Callable[[ToFrontendBalancing], None] | None = None
+
+    def tell(self, rank: tuple[str, int], message: Any) -> None:
+        self.told.append(message)
+
+    def say(self, state: ReloadState, instance: int, why: str = "") -> None:
+        """As one of the instances' rank."""
+        (version,) = {m.version for m in self.told}
+        name, rank = self.ranks[instance]
+        assert self.on_experts is not None
+        self.on_experts(ReloadAnswer(instance=name, rank=rank, version=version, state=state, why=why))
+
+    @property
+    def ends(self) -> list[bool]:
+        return [m.commit for m in self.told if isinstance(m, FinishReload)]
+
+
+async def begun(told: Told) -> asyncio.Task[None]:
+    """A reload of which all ranks have heard."""
+    task = asyncio.create_task(Experts(told).reload(Path("/new")))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    assert [type(m) for m in told.told] == [Reload, Reload]
+    return task
+
+
+def test_a_reload_commits_when_all_instances_have_read_it_and_only_then():
+    async def main() -> None:
+        told = Told()
+        task = await begun(told)
+        told.say("staged", 0)
+        await asyncio.sleep(0.01)
+        assert told.ends == []
+        told.say("staged", 1)
+        await asyncio.sleep(0.01)
+        assert told.ends == [True, True]
+        told.say("in use", 0)
+        await asyncio.sleep(0.01)
+        assert not task.done()
+        told.say("in use", 1)
+        await task
+
+    asyncio.run(main())
+
+
+def test_a_reload_that_one_instance_refuses_is_dropped_by_all_with_its_reason():
+    async def main() -> None:
+        told = Told()
+        task = await begun(told)
+        told.say("staged", 0)
+        told.say("failed", 1, "a disk is gone")
+        await asyncio.sleep(0.01)
+        assert told.ends == [False, False]
+        told.say("failed", 0)
+        with pytest.raises(RequestRefused, match="decode-0 rank 0: a disk is gone"):
+            await task
+
+    asyncio.run(main())
+
+
+def test_a_reload_that_nobody_waits_for_is_dropped():
+    async def main() -> None:
+        told = Told()
+        task = await begun(told)
+        told.say("staged", 0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert told.ends == [False, False]
+
+    asyncio.run(main())
+
+
+def test_nothing_is_reloaded_before_the_ranks_are_ready():
+    told = Told()
+    told.missing = ["decode-0 rank 0"]
+    with pytest.raises(RequestRefused, match="not ready: decode-0 rank 0"):
+        asyncio.run(Experts(told).reload(Path("/new")))  # type: ignore[arg-type]
+    assert told.told == []
 
 
 def test_metrics_are_few_per_rank():

@@ -18,6 +18,7 @@ import torch
 
 from moe_runtime.checkpoint.make import make_checkpoint
 from moe_runtime.engine.balancing.wire import BalancingStatus, FinishReload, Reload
+from moe_runtime.engine.collectives import Collective
 from tests.engine.balancing.live import Forced, balancing_of, checksums, moves, prompts, rearranged
 from tests.engine.balancing.test_live import make_plan
 from tests.engine.instance import Driven, Files, never_park, run_requests, start
@@ -36,6 +37,7 @@ class Found(NamedTuple):
     reloads: list[str]
     reloaded: dict[int, list]
     fresh: dict[int, list]
+    collectives: list[Collective]
 
 
 def status(driven: Driven) -> BalancingStatus:
@@ -177,7 +179,17 @@ def serve_with_faults(rank: Rank, plan: Path, other: Path) -> Found:
     end = addresses(driven)
     fresh.close()
     driven.close()
-    return Found(tokens, forced.wrong, statuses, [begin, end], warnings, driven.reloads, reloaded, expected)
+    return Found(
+        tokens,
+        forced.wrong,
+        statuses,
+        [begin, end],
+        warnings,
+        driven.reloads,
+        reloaded,
+        expected,
+        driven.collectives,
+    )
 
 
 def test_serving_goes_on_and_the_next_rebalance_works(tmp_path):
@@ -187,6 +199,7 @@ def test_serving_goes_on_and_the_next_rebalance_works(tmp_path):
     results = run_world(tmp_path / "world", 2, serve_with_faults, plan, other)
     for found in results:
         assert found.wrong == []
+        assert found.collectives == results[0].collectives  # whoever dawdled
         for tokens in found.tokens[1:]:
             assert tokens == found.tokens[0]
         dies, hangs, works, stopped, end = found.statuses

@@ -3,8 +3,10 @@
 Ranks step in turn, as `agree` would have them; couriers are threads that tests hold, slow down or break.
 """
 
+import gc
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -160,6 +162,30 @@ def test_layers_are_committed_one_at_a_time_everywhere_at_once():
     assert sum(o.begin > 0 for o in ranks.orders) == 5 * LAYERS
     assert not any(o.begin and o.commit for o in ranks.orders)
     assert sum(m.aborted for m in ranks.movers) == 0
+    ranks.close()
+
+
+def test_rebalances_leave_no_byte_behind():
+    """After the first one all arrays that numpy holds are as large as before, and tables where they were."""
+    ranks = Ranks()
+
+    def held(attempts: range) -> tuple[int, list[int]]:
+        for attempt in attempts:
+            ranks.reach(target_of(ranks, "permute", attempt), attempt)
+        ranks.orders.clear()
+        gc.collect()
+        arrays = tracemalloc.take_snapshot().filter_traces(
+            [tracemalloc.DomainFilter(inclusive=True, domain=np.lib.tracemalloc_domain)]
+        )
+        tables = (m.table for m in ranks.movers)
+        places = [t.data_ptr() for m in tables for t in (m.replica_start, m.replica_slots, m.cumulative)]
+        return sum(trace.size for trace in arrays.traces), places
+
+    tracemalloc.start()
+    try:
+        assert held(range(1, 3)) == held(range(3, 8))
+    finally:
+        tracemalloc.stop()
     ranks.close()
 
 
