@@ -30,22 +30,26 @@ class WeightReader:
         with Checkpoint.open(path) as checkpoint:
             return self._filled(checkpoint, placement)
 
-    def reread(self, path: Path, placement: Placement) -> Mapping[str, Tensor]:
+    def reread(self, path: Path, placement: Placement, wanted: Callable[[], bool]) -> Mapping[str, Tensor]:
         """Only the weights, by parameter, laid out as those of a decoder that runs.
 
-        What is read is checked: files may have been replaced since the frontend looked at them.
+        What is read is checked: files may have been replaced since the frontend looked at them. Raises
+        CheckpointError, also once the weights are not `wanted` any more.
         """
         with Checkpoint.open(path) as checkpoint:
             checkpoint.validate(self.targets, self.skipped)
-            return self._filled(checkpoint, placement)[0].tensors()
+            return self._filled(checkpoint, placement, wanted)[0].tensors()
 
-    def _filled(self, checkpoint: Checkpoint, placement: Placement) -> tuple[Decoder, LoadReport]:
+    def _filled(
+        self, checkpoint: Checkpoint, placement: Placement, wanted: Callable[[], bool] = lambda: True
+    ) -> tuple[Decoder, LoadReport]:
         decoder = self.build()
         report = load_rank(
             checkpoint,
             self.targets,
             decoder.tensors(),
             lambda layer: placement.local_experts(layer, self.rank),
+            wanted,
         )
         decoder.prepare()
         return decoder, report

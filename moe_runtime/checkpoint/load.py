@@ -43,13 +43,15 @@ def load_rank(
     targets: Sequence[TensorTarget],
     parameters: Mapping[str, Tensor],
     local_experts: Callable[[int], NDArray[np.int32]],
+    wanted: Callable[[], bool] = lambda: True,
 ) -> LoadReport:
     """Fill `parameters` (allocated by the caller, on any device). LOCAL.
 
     `local_experts(moe_layer)` is int32 [slots_per_rank]: the experts of this rank's slots, -1 for a
     slot that stays zero. An expert in several slots is read once. The checkpoint must have passed
     `validate`. Raises CheckpointError naming the tensor if it cannot be read or its values are NaN
-    or infinite, and naming the parameter if a row of it is assigned twice or never.
+    or infinite, and naming the parameter if a row of it is assigned twice or never; also once the weights
+    are not `wanted` any more.
     """
     started, read_before = time.perf_counter(), checkpoint.bytes_read
     local = {name: parameter.detach() for name, parameter in parameters.items()}
@@ -60,6 +62,8 @@ def load_rank(
     loader = _Loader(checkpoint, local)
     needed = 0
     for target in targets:
+        if not wanted():
+            raise CheckpointError(f"{checkpoint.path}: no longer wanted")
         places = _places(target, slots)
         if places != []:
             needed += loader.load(target, places)

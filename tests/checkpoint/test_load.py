@@ -124,6 +124,16 @@ def test_each_rank_reads_its_share_once(path, monkeypatch, ranks, redundant):
         assert_loaded(stored, targets, parameters, experts)
 
 
+def test_reading_ends_when_the_weights_are_no_longer_wanted(path, opened):
+    targets, before = registry.tensor_targets(registry.read_spec(path)), opened.bytes_read
+    answers = iter([True, True, False])
+    experts = lambda layer: np.arange(32, dtype=np.int32)  # noqa: E731
+    with pytest.raises(CheckpointError, match="no longer wanted"):
+        load_rank(opened, targets, allocate(targets, 32), experts, lambda: next(answers))
+    read = sum(opened.entries[t.source].nbytes for t in targets[:2])
+    assert opened.bytes_read == before + read
+
+
 def test_an_expert_in_two_slots_is_read_once(path, opened):
     spec = registry.read_spec(path)
     targets = registry.tensor_targets(spec)

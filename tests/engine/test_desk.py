@@ -150,7 +150,7 @@ class Rank:
             instance=name, deployment=deployment, rank=0, num_ranks=num_ranks, addresses=addresses
         )
         tally = Tally(1)
-        reloader = Reloader(name, 0, {}, lambda path, placement: {})
+        reloader = Reloader(name, 0, {}, lambda path, placement, wanted: {})
         self.desk = RequestDesk(
             identity=identity,
             inbox=self.inbox,  # type: ignore[arg-type]

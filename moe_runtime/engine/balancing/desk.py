@@ -116,5 +116,6 @@ class ExpertDesk:
 
     def close(self) -> None:
         """End the threads and the solver."""
+        self.reload.close()
         if self.balancing is not None:
             self.balancing.close()

@@ -29,6 +29,7 @@ from moe_runtime.placement.placement import Placement
 
 ATTEMPT_SECONDS = 3600.0  # after which an attempt is dropped, as its frontend must be gone
 Weights = Mapping[str, Tensor]
+Read = Callable[[Path, Placement, Callable[[], bool]], Weights]
 log = logging.getLogger("moe_runtime.reload")
 
 
@@ -50,14 +51,13 @@ class _Attempt:
 
 
 class Reloader:
-    """`weights` are those in use, by parameter; `read` gives those of another checkpoint for a placement.
+    """`weights` are those in use, by parameter; `read` gives those of another checkpoint for a placement, or
+    raises soon after they are no longer wanted, which its last argument tells.
 
     version, path  of the weights in use: those of the Reload that brought them; 0 and empty before the first
     """
 
-    def __init__(
-        self, instance: str, rank: int, weights: Weights, read: Callable[[Path, Placement], Weights]
-    ) -> None:
+    def __init__(self, instance: str, rank: int, weights: Weights, read: Read) -> None:
         self.version, self.path = 0, ""
         self._instance, self._rank = instance, rank
         self._weights, self._read = weights, read
@@ -147,11 +147,17 @@ class Reloader:
         elif order.begin == a.message.version:
             a.staged = Future()
             self._thread = threading.Thread(
-                target=_read, args=(a.staged, self._read, Path(a.message.path), placement), daemon=True
+                target=self._stage, args=(a, a.staged, placement), name="reload", daemon=True
             )
             self._thread.start()
         elif self.due(order):
             self._commit(a)
+
+    def close(self) -> None:
+        """Wait for the thread to end: a process that exits while torch is at work in one is aborted."""
+        self._attempt = None
+        if self._thread is not None:
+            self._thread.join()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -159,6 +165,15 @@ class Reloader:
     def _may_begin(self) -> bool:
         """No thread of a dropped attempt still reads: memory is asked for two sets of weights, not three."""
         return self._thread is None or not self._thread.is_alive()
+
+    def _stage(self, attempt: _Attempt, staged: "Future[Weights]", placement: Placement) -> None:
+        """The thread."""
+        try:
+            staged.set_result(
+                self._read(Path(attempt.message.path), placement, lambda: self._attempt is attempt)
+            )
+        except Exception as error:  # noqa: BLE001 - told to the step loop, which rolls back
+            staged.set_exception(error)
 
     def _commit(self, attempt: _Attempt) -> None:
         assert attempt.staged is not None
@@ -175,15 +190,3 @@ class Reloader:
             instance=self._instance, rank=self._rank, version=message.version, state=state, why=why
         )
         self._answers.append((message.frontend, answer))
-
-
-def _read(
-    staged: "Future[Weights]",
-    read: Callable[[Path, Placement], Weights],
-    path: Path,
-    placement: Placement,
-) -> None:
-    try:
-        staged.set_result(read(path, placement))
-    except Exception as error:  # noqa: BLE001 - told to the step loop, which rolls back
-        staged.set_exception(error)

@@ -1,7 +1,8 @@
 """Reloads and rebalances of several ranks in one process: which goes first, and what a failure leaves."""
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,7 +29,7 @@ class Desks:
     """A rank's weights are a number; `values` are those of checkpoints; `damaged` ranks cannot read."""
 
     ranks: Ranks = field(default_factory=Ranks)
-    values: dict[str, float] = field(default_factory=lambda: {"new": 2.0, "later": 3.0})
+    values: dict[str, float] = field(default_factory=lambda: {"new": 2.0, "later": 3.0, "endless": 4.0})
     damaged: set[int] = field(default_factory=set)
     may_read: threading.Event = field(default_factory=threading.Event)
     read_for: list[Placement] = field(default_factory=list)
@@ -40,8 +41,10 @@ class Desks:
         self.desks = [self._desk(rank) for rank in range(RANKS)]
 
     def _desk(self, rank: int) -> ExpertDesk:
-        def read(path: Path, placement: Placement) -> Mapping[str, Tensor]:
+        def read(path: Path, placement: Placement, wanted: Callable[[], bool]) -> Mapping[str, Tensor]:
             self.may_read.wait(10)
+            while path.name == "endless" and wanted():
+                time.sleep(0.001)
             self.read_for.append(placement)
             if rank in self.damaged:
                 raise CheckpointError("tensor w: cannot be read")
@@ -190,3 +193,21 @@ def test_a_target_that_comes_late_does_not_stop_a_reload_that_has_begun():
     world.tell(FinishReload(version=NEW, commit=True))
     world.until("in use")
     assert world.in_use == [2.0] * RANKS
+
+
+def test_reading_ends_soon_after_nobody_wants_it_and_before_a_rank_does():
+    """A thread that is still at work when the process exits would abort it."""
+    world = Desks()
+    world.prepare(NEW, "endless")
+    world.step()
+    world.tell(FinishReload(version=NEW, commit=False))
+    world.until("failed")
+    world.answers.clear()
+    world.prepare(LATER, "endless")
+    for _ in range(5000):
+        if world.step().begin == LATER:
+            break
+    assert all(d.reload.begun for d in world.desks)
+    for desk in world.desks:
+        desk.close()
+    assert not [t for t in threading.enumerate() if t.name == "reload"]
