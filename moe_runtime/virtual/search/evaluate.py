@@ -1,8 +1,8 @@
 """Evaluate: an option out of a choice: whether it fits, its step, how many requests a second it serves.
 
 Owns the steady state of one instance with full batches. Decode: every group has its sequences at the mean
-context. Prefill: every group a full chunk of mean prompts. Unified: groups have chunks by chance, as many on
-average as sequences end.
+context. Prefill: every group a full chunk, of prompts as long as the workload's. Unified: groups have chunks
+by chance, as many on average as sequences end.
 """
 
 import math
@@ -81,20 +81,24 @@ class Evaluator:
         return some.times(1 - nobody).plus(without.times(nobody))
 
     def _shape(self, choice: Choice, tokens: int, loaded: float) -> StepShape:
-        """A step in which `loaded` groups have `tokens` prompt tokens each."""
+        """A step in which `loaded` groups have `tokens` prompt tokens each.
+
+        They are of prompts as long as the workload's are: the groups of a step wait for the longest.
+        """
         work, groups = self.query.workload, choice.groups
-        prompts = tokens / work.computed
+        one, number = np.ones(groups), np.arange(groups)
+        chunk_R = np.where(number < loaded, float(tokens), 0.0)
+        count = len(work.lengths)
+        at_R = np.minimum((number + 0.5) / max(1, math.ceil(loaded)) * count, count - 1).astype(np.int64)
+        own_R = work.computed * np.asarray(work.lengths)[at_R]
         # A prompt of several chunks finds its earlier ones cached: half of them on average.
-        earlier = max(0.0, (work.computed - tokens) / 2)
-        one = np.ones(groups)
-        chunk_R = np.where(np.arange(groups) < loaded, float(tokens), 0.0)
-        prefix = max(prompts, 1.0) * (work.cached + earlier)
+        prefix_R = max(tokens / work.computed, 1.0) * work.cached + np.maximum(0.0, (own_R - tokens) / 2)
         return StepShape(
             decode_sequences_R=one * choice.sequences,
             decode_context_R=one * (choice.sequences * work.context),
             prefill_tokens_R=chunk_R,
-            prefill_pairs_R=chunk_R * (work.cached + (work.computed + 1) / 2),
-            prefill_prefix_R=np.where(chunk_R > 0, prefix, 0.0),
+            prefill_pairs_R=chunk_R * (work.cached + (own_R + 1) / 2),
+            prefill_prefix_R=np.where(chunk_R > 0, prefix_R, 0.0),
             queries=choice.queries,
             mode="low_latency" if choice.phase == "decode" else "normal",
             micro_batches=choice.micro_batches,

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from moe_runtime.errors import InputError
 from moe_runtime.spec.hardware import Hardware
 from moe_runtime.spec.model import ModelSpec
@@ -15,6 +17,7 @@ from moe_runtime.virtual.cost.constants import Constants, Machine
 
 MOST_NODES = 128
 NODE_RANKS = 8
+QUANTILES = 64
 WIDE_NODE_RANKS = 4  # of a machine whose scale-up domain is wider than a node: NVL72 trays have 4 GPUs
 
 
@@ -28,6 +31,8 @@ class Workload:
     context        mean context of a decoding sequence, long outputs weighted as long as they stay
     spread         standard deviation of that context
     variation      squared coefficient of variation of a prompt's computed tokens
+    lengths        computed tokens of the prompt that a computed token is of, over their mean: its quantiles
+                   at (i + 1/2) / n, rising
     """
 
     input: float
@@ -37,6 +42,7 @@ class Workload:
     context: float = 0.0
     spread: float = 0.0
     variation: float = 0.0
+    lengths: tuple[float, ...] = (1.0,)
 
     @property
     def computed(self) -> float:
@@ -172,7 +178,16 @@ def recorded(lengths: Iterable[tuple[int, int, float]]) -> Workload:
         context=context,
         spread=math.sqrt(max(square - context**2, 0.0)),
         variation=variance / mean**2,
+        lengths=_by_token(computed),
     )
+
+
+def _by_token(computed: list[float]) -> tuple[float, ...]:
+    """Quantiles of `Workload.lengths`: long prompts count as often as they have tokens."""
+    lengths = np.sort(np.asarray(computed))
+    until = np.cumsum(lengths)
+    at = np.searchsorted(until, (np.arange(QUANTILES) + 0.5) / QUANTILES * until[-1])
+    return tuple((lengths[np.minimum(at, len(lengths) - 1)] / lengths.mean()).tolist())
 
 
 def parse_objectives(text: str) -> Objectives:

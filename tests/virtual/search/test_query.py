@@ -25,11 +25,17 @@ def test_a_recorded_workload_counts_sequences_as_long_as_they_stay():
     assert work.context == pytest.approx(0.1 * 6 + 0.9 * 145)
     alike = recorded([(1200, 1500, 0.0)] * 3)
     equal = parse_workload("input=1200,output=1500")
-    assert replace(alike, spread=0.0) == replace(equal, spread=0.0)
+    assert replace(alike, spread=0.0, lengths=(1.0,)) == replace(equal, spread=0.0)
     assert alike.spread == pytest.approx(equal.spread)
     assert alike.variation == 0
     with pytest.raises(InputError, match="no requests"):
         recorded([])
+
+
+def test_long_prompts_count_as_often_as_they_have_tokens():
+    assert recorded([(1200, 1500, 200.0)] * 3).lengths == (1.0,) * 64
+    lengths = recorded([(100, 1, 0.0)] * 99 + [(9900, 1, 0.0)]).lengths
+    assert lengths == pytest.approx((100 / 198,) * 32 + (9900 / 198,) * 32)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from moe_runtime.virtual.search.candidate import Candidate, candidates, first_to
 from moe_runtime.virtual.search.evaluate import Evaluator
 from moe_runtime.virtual.search.explain import account
 from moe_runtime.virtual.search.option import Choice, Option
+from moe_runtime.virtual.search.query import recorded
 from moe_runtime.virtual.search.room import FREE
 from moe_runtime.virtual.search.search import PHASES, Found, Ladders, search
 from moe_runtime.virtual.search.space import degrees, instances, redundancies
@@ -75,6 +76,18 @@ def test_rates_match_and_nothing_is_busier_than_allowed(ladders: dict[str, Ladde
             assert c.rate == pytest.approx(c.copies[0] * c.prefill.rate * c.busy[0])
             assert c.rate == pytest.approx(c.copies[1] * c.decode.rate * c.busy[1])
     assert count > 50
+
+
+def test_ranks_of_a_step_wait_for_the_longest_prompt(ladders: dict[str, Ladders]):
+    short, asked = 1000, narrow()
+    trace = recorded([(short, 500, 0.0)] * 99 + [(60_000, 500, 0.0)])
+    mean = replace(trace, lengths=(1.0,))
+    option = ladders["prefill"].options()[0]
+    uneven, even = (Evaluator(replace(asked, workload=work)).option(option.choice) for work in (trace, mean))
+    assert isinstance(uneven, Option)
+    assert isinstance(even, Option)
+    assert uneven.step > 1.5 * even.step
+    assert uneven.cost.parts["imbalance"] > even.cost.parts["imbalance"]
 
 
 def test_memory_and_rounds_are_respected(ladders: dict[str, Ladders]):
@@ -181,7 +194,7 @@ def test_a_rack_that_is_one_scale_up_domain_uses_its_own_transport():
 
 def test_what_does_not_fit_or_cannot_be_met_is_said():
     with pytest.raises(
-        InputError, match=r"no plan fits 1 nodes of 8 h100-sxm; the least needed: memory: \d+ GiB"
+        InputError, match=r"no plan fits 1 node of 8 h100-sxm; the least needed: memory: \d+ GiB"
     ):
         search(narrow(hardware="h100-sxm", nodes=1))
     with pytest.raises(InputError, match=r"no plan meets .*the shortest TPOT \d+\.\d ms"):
