@@ -211,3 +211,23 @@ def test_reading_ends_soon_after_nobody_wants_it_and_before_a_rank_does():
     for desk in world.desks:
         desk.close()
     assert not [t for t in threading.enumerate() if t.name == "reload"]
+
+
+def test_two_reloads_that_meet_are_both_dropped():
+    """Frontends that ask at once are heard in another order by each rank."""
+    world = Desks()
+    for version, name, ranks in ((NEW, "new", range(2)), (LATER, "later", range(2, RANKS))):
+        world.prepare(version, name, ranks)
+    for version, name, ranks in ((LATER, "later", range(2)), (NEW, "new", range(2, RANKS))):
+        world.prepare(version, name, ranks)
+    assert world.step() == MoveOrder(moving=True)
+    assert {(a.rank < 2, a.version, a.state) for a in world.answers} == {
+        (True, LATER, "failed"),
+        (False, NEW, "failed"),
+    }
+    world.answers.clear()
+    for version in (NEW, LATER):  # as each of the frontends does
+        world.tell(FinishReload(version=version, commit=False))
+    world.until("failed")
+    assert world.in_use == [1.0] * RANKS
+    assert not any(d.busy or d.reload.pending for d in world.desks)
