@@ -245,6 +245,20 @@ def test_demo_trace_is_what_its_script_writes():
     assert 0 < len(starts) - len(set(starts)) < 20, "some prompts begin alike, most do not"
 
 
+def test_script_writes_requests_of_one_length(tmp_path):
+    sizes = ["--requests=90", "--seconds=9", "--input-length=1200", "--output-length=300"]
+    script = [sys.executable, str(ROOT / "scripts" / "make_trace.py")]
+    made = subprocess.run([*script, *sizes], capture_output=True, text=True, check=True)
+    path = tmp_path / "trace.jsonl"
+    path.write_text(made.stdout)
+    requests = read_trace(path)
+    assert [(r.input_length, r.output_length) for r in requests] == [(1200, 300)] * 90
+    assert 6 < requests[-1].arrival < 12
+    half = subprocess.run([*script, "--input-length=1200"], capture_output=True, text=True, check=False)
+    assert half.returncode == 2
+    assert "go together" in half.stderr
+
+
 @pytest.mark.skipif(not REAL_TRACE.exists(), reason="the published trace is not at hand")
 def test_published_trace_is_read_whole():
     requests = read_trace(REAL_TRACE, scale_lengths=1 / 64)
