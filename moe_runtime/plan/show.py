@@ -21,7 +21,7 @@ from moe_runtime.spec.model import MlaSpec, ModelSpec
 
 MIB = 2**20
 WIDTH = 100
-_KEY, _VALUE = 29, 14
+_KEY, _VALUE = 29, 11
 
 
 def render_check(
