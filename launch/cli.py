@@ -12,16 +12,26 @@ from moe_runtime.launch.console import say
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")
 SIZES = ("tiny", "small")
+LAUNCHES = ("generate", "serve", "bench")
+INTERRUPTED = 130
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command; returns the exit code: 0, 1 for a failure, 2 for something the user can mend."""
+    """Run a command; returns the exit code: 0, 1 for a failure, 2 for something the user can mend.
+
+    130 after an interrupt, but of commands that launch: they pass it on to their processes themselves.
+    """
     _open_standard_streams()
     arguments = parser().parse_args(argv)
-    # A command's module is imported only when it runs: `check` must not wait for torch.
-    command = import_module(f"moe_runtime.launch.commands.{arguments.command.replace('-', '_')}")
     try:
+        # A command's module is imported only when it runs: `check` must not wait for torch.
+        command = import_module(f"moe_runtime.launch.commands.{arguments.command.replace('-', '_')}")
         code: int = command.run(arguments, list(argv))
+    except KeyboardInterrupt:
+        if arguments.command in LAUNCHES:
+            raise
+        say("interrupted")
+        return INTERRUPTED
     except UserError as error:
         say(f"error: {error}")
         return 2

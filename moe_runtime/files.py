@@ -49,6 +49,17 @@ def require_writable(path: Path) -> None:
         raise InputError(f"{path}: the folder {folder} cannot be written to")
 
 
+def make_folder(path: Path) -> None:
+    """A folder that files can be written to, made with its parents if need be. InputError if it cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise InputError(f"{path}: is a file, not a folder") from error
+    except OSError as error:
+        raise InputError(f"{path}: the folder cannot be made: {error.strerror}") from error
+    require_writable(path / "file")
+
+
 def require_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Path]) -> None:
     """InputError unless every output can be written and none is an input or another output.
 

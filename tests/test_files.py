@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from moe_runtime.errors import InputError
-from moe_runtime.files import require_writable, write_atomically
+from moe_runtime.files import make_folder, require_writable, write_atomically
 
 
 def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path):
@@ -44,3 +44,15 @@ def test_a_write_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         write_atomically(tmp_path / "missing" / "file", b"data")
     assert os.listdir(tmp_path) == []
+
+
+def test_folders_are_made_or_refused_by_name(tmp_path):
+    make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="file: is a file, not a folder"):
+        make_folder(tmp_path / "file")
+    with pytest.raises(InputError, match="the folder cannot be made"):
+        make_folder(tmp_path / "file" / "under")
+    with pytest.raises(InputError, match="the folder cannot be made"):
+        make_folder(tmp_path / ("x" * 300))

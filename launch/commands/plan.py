@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from moe_runtime.errors import InputError
-from moe_runtime.files import write_atomically
+from moe_runtime.files import make_folder, write_atomically
 from moe_runtime.frontend.trace import TraceRequest, read_trace
 from moe_runtime.launch.console import say, show
 from moe_runtime.launch.preflight import preflight
@@ -35,6 +35,8 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
         objectives=parse_objectives(arguments.slo),
         known=constants(),
     )
+    if arguments.out is not None:
+        make_folder(arguments.out)
     questions = [(text, changed(query, text)) for text in arguments.what_if]
     found = search(query)
     show(render(found, price_per_node_hour=arguments.price_per_node_hour))
@@ -92,7 +94,6 @@ def _write(found: Found, folder: Path, argv: list[str]) -> None:
     if found.plan is None:
         say("nothing is written: plans of this version cannot say any of the plans within the objectives")
         return
-    folder.mkdir(parents=True, exist_ok=True)
     show("")
     loads = _write_loads(folder) if found.recorded and query.balanced else None
     files = [(found.plan, folder / "best.yaml")]

@@ -28,15 +28,9 @@ from moe_runtime.virtual.run.prepare import Workload, assumptions, prepare
 from moe_runtime.virtual.run.script import Scripted, read_events
 from moe_runtime.virtual.run.simulation import Run, run_simulation
 
-INTERRUPTED = 130
-
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> int:
-    try:
-        report = _simulate(arguments)
-    except KeyboardInterrupt:
-        say("interrupted: nothing was written")
-        return INTERRUPTED
+    report = _simulate(arguments)
     save_report(arguments.out, report)
     show(render(report, color=use_color(sys.stdout)))
     say(f"wrote {arguments.out}")

@@ -108,6 +108,26 @@ def test_mistakes_exit_with_2_and_are_named(
     assert word in capsys.readouterr().err
 
 
+def test_an_unusable_folder_is_named_before_the_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr("moe_runtime.launch.commands.plan.search", pytest.fail)
+    assert run(*SMALL, *ASKED, "--out", str(tmp_path / "file")) == 2
+    assert "is a file, not a folder" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_it_with_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moe_runtime.launch.commands.plan.search", interrupted)
+    assert run(*SMALL, *ASKED) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 def test_the_documentation_names_every_option_and_question():
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     (commands,) = (a for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
