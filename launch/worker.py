@@ -195,7 +195,6 @@ def assemble(
             deployment,
             max_positions=flight.model.max_positions,
             model=loaded.layout.model,
-            reuse_pulled=True,
         )
     )
     return RankEngine(

@@ -9,6 +9,7 @@ from moe_runtime.scheduler.budget import ChunkBudget
 from moe_runtime.scheduler.scheduler import SchedulerLimits
 
 LEASE_SECONDS = 60.0
+"""A decode rank that wants a lease renews it within this time."""
 
 
 def agree_limits(deployment: EffectiveDeployment) -> AgreeLimits:
@@ -25,11 +26,11 @@ def agree_limits(deployment: EffectiveDeployment) -> AgreeLimits:
 
 
 def scheduler_limits(
-    deployment: EffectiveDeployment, *, max_positions: int, model: str = "", reuse_pulled: bool = False
+    deployment: EffectiveDeployment, *, max_positions: int, model: str = ""
 ) -> SchedulerLimits:
     """One rank's; `model` tells apart models whose KV must not be mixed up.
 
-    `reuse_pulled`: whoever fetches KV leaves out what the prefix cache has.
+    Whoever fetches KV leaves out what the prefix cache has.
     """
     s, kv = deployment.scheduler, deployment.kv_cache
     return SchedulerLimits(
@@ -41,7 +42,7 @@ def scheduler_limits(
         num_blocks=kv.blocks,
         max_positions=max_positions,
         prefix_cache=kv.prefix_cache,
-        reuse_pulled=reuse_pulled,
+        reuse_pulled=True,
         model=model,
     )
 

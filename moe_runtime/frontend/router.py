@@ -168,7 +168,7 @@ def role_router(
     kv_tokens: int,
     max_sequences: int,
     bounded: bool,
-    decode_affinity: bool = False,
+    decode_affinity: bool = True,
 ) -> Router:
     """The router of one role, whose ranks are alike; `bounded`: no rank is sent more than it may promise.
 

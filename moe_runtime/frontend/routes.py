@@ -75,5 +75,4 @@ def _router(ranks: list[RankAddress], *, bounded: bool) -> Router:
         kv_tokens=min(r.kv_tokens for r in ranks),
         max_sequences=min(r.max_sequences for r in ranks),
         bounded=bounded,
-        decode_affinity=True,
     )

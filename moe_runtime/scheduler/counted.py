@@ -107,6 +107,7 @@ class CountedScheduler(Scheduler):
 
     table_type = CountedTable
     table: CountedTable
+    finds_generated = True  # what is decoded may be the beginning of what waits
 
     def __init__(self, limits: SchedulerLimits, *, depth: int) -> None:
         super().__init__(limits)
@@ -346,8 +347,13 @@ class CountedScheduler(Scheduler):
             return True
         if self.table.num_running == len(self.table.stamp):
             return False
-        room = self.blocks_for(head.num_known) + self.table.num_running
-        return self._may_find(head) or self.pool.can_allocate(room)
+        finds = self._may_find(head)
+        if finds and self.finds_generated:
+            return True
+        # Blocks of others' prompts are here already; some may go, which needs as many more.
+        found = self.prefix.find(head) if finds else []
+        need = self.blocks_for(head.num_known) - len(found)
+        return self.pool.can_allocate(need + self.pool.count_idle(found) + self.table.num_running)
 
     def _settle_gone(self, sequence: Sequence) -> list[TokenEvent]:
         """A sample of a sequence that lost its row meanwhile."""

@@ -1,15 +1,13 @@
-"""Desk: the frontend and the ranks' desks of a virtual cluster: admission, routing, handoff, leases, ends.
+"""Desk: the frontend and the ranks' desks of a virtual cluster: admission, routing, handoff, ends.
 
 Follows every request from its arrival to its end, as frontend.fleet and engine.desk do; messages take no
-time. A lease lives as long as its decode rank wants it (it is renewed in time) and for LEASE_SECONDS after
-that rank's instance has failed.
+time. Where KV is meanwhile is for `handovers` to know.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from moe_runtime.engine.limits import LEASE_SECONDS
 from moe_runtime.errors import RequestRefused
 from moe_runtime.frontend.admission import Admission
 from moe_runtime.frontend.router import Router
@@ -17,20 +15,12 @@ from moe_runtime.scheduler.counted import CountedScheduler
 from moe_runtime.scheduler.scheduler import TokenEvent
 from moe_runtime.scheduler.sequences import Sequence
 from moe_runtime.spec.requests import FinishReason, Request
-from moe_runtime.transfer.leases import Leases
 from moe_runtime.virtual.cluster.clock import Clock, Kind
+from moe_runtime.virtual.cluster.handovers import Handovers
 from moe_runtime.virtual.cluster.instance import Instance
-from moe_runtime.virtual.cluster.network import Copy, Network, RankName
+from moe_runtime.virtual.cluster.network import RankName
 from moe_runtime.virtual.cluster.records import Listener, RequestEnd
 from moe_runtime.virtual.cluster.requests import Requests, VirtualRequest, make_virtual_sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a prefilled sequence's KV lies."""
-
-    rank: RankName
-    lease: int
 
 
 @dataclass(slots=True, eq=False)
@@ -43,7 +33,6 @@ class Track:
     rank: int | None = None
     sequence: Sequence | None = None
     place: RankName | None = None
-    source: Source | None = None
     first: float | None = None
     second: float | None = None
     cached: int = 0
@@ -52,35 +41,28 @@ class Track:
 
 
 class Desk:
-    """`kv_seconds`: from tokens to the seconds their KV takes from rank to rank, alone on both links."""
+    """Who hears of clients and of instances. `admission` None: everything is let in."""
 
     def __init__(
         self,
+        instances: Mapping[str, Instance],
         *,
         routers: Mapping[str, Router],
+        handovers: Handovers,
         clock: Clock,
-        network: Network,
-        kv_seconds: Callable[[int], float],
         listener: Listener,
         admission: Admission | None,
     ) -> None:
-        self.instances: dict[str, Instance] = {}
-        self.routers, self._clock, self._network = routers, clock, network
-        self._kv_seconds, self._listener, self._admission = kv_seconds, listener, admission
+        self._instances, self.routers, self._handovers = instances, routers, handovers
+        self._clock, self._listener, self._admission = clock, listener, admission
         self._entry = "unified" if "unified" in routers else "prefill"
         self._requests = Requests()
         self._tracks: dict[int, Track] = {}
-        self._leases: dict[RankName, Leases] = {}
 
     @property
     def num_requests(self) -> int:
         """Requests under way."""
         return len(self._tracks)
-
-    def leased_blocks(self, rank: RankName) -> int:
-        """Blocks of a rank that are under leases."""
-        leases = self._leases.get(rank)
-        return 0 if leases is None else leases.num_blocks
 
     # -- clients ------------------------------------------------------------------------------
 
@@ -131,14 +113,12 @@ class Desk:
         assert track.place is not None
         instance, rank = track.place
         output, last = self._output(track)
-        self.instances[instance].post(rank, partial(self._drop, track))
+        self._instances[instance].post(rank, partial(self._drop, track))
         self._end(track, FinishReason.ERROR, reason, output=output, last=last)
 
     def _drop(self, track: Track, scheduler: CountedScheduler) -> None:
         scheduler.abort(track.request.id)
-        sequence = track.sequence
-        if track.source is not None and sequence is not None and sequence.row < 0:
-            self._release(track)
+        self._handovers.give_up(track.request.id)
 
     # -- what instances say -------------------------------------------------------------------
 
@@ -146,8 +126,8 @@ class Desk:
         """A sequence ended, left, or its prefill is complete."""
         track = self._tracks.get(event.sequence.request.id)
         if track is None:  # aborted meanwhile
-            if event.blocks is not None:
-                self.instances[instance].ranks.scheduler(rank).pool.free(event.blocks)
+            if event.kind == "handoff":
+                self._handovers.let_go(self._handovers.grant((instance, rank), event))
             return
         now, sequence = self._clock.now, event.sequence
         if track.first is None:
@@ -168,32 +148,7 @@ class Desk:
 
     def fetch(self, instance: str, rank: int, sequence: Sequence) -> None:
         """The sequence has blocks: its KV may come."""
-        track = self._tracks.get(sequence.request.id)
-        source = None if track is None else track.source
-        if source is None or self.instances[source.rank[0]].failed:
-            self._arrived(instance, rank, sequence, None, ok=False)
-            return
-        seconds = self._kv_seconds(sequence.prompt_len)
-        self._network.start(source.rank, (instance, rank), sequence, source.lease, seconds, self._clock.now)
-
-    def copied(self, copy: Copy, *, ok: bool = True) -> None:
-        """A copy of KV has ended."""
-        self._arrived(*copy.target, copy.sequence, Source(copy.source, copy.lease), ok=ok)
-
-    def _arrived(
-        self, instance: str, rank: int, sequence: Sequence, source: Source | None, *, ok: bool
-    ) -> None:
-        target = self.instances[instance]
-
-        def message(step: int) -> None:
-            target.ranks.pulled(rank, step, sequence, ok=ok)
-            track = self._tracks.get(sequence.request.id)
-            if track is not None:
-                track.source = None
-            if source is not None:
-                self._end_lease(source)
-
-        target.send(rank, message)
+        self._handovers.fetch(instance, rank, sequence)
 
     # -- from prefill to decode ---------------------------------------------------------------
 
@@ -206,20 +161,18 @@ class Desk:
     def _hand_over(self, track: Track, event: TokenEvent) -> None:
         """The first token is here: the sequence goes on where it is decoded."""
         assert track.place is not None
-        assert event.blocks is not None
-        leases = self._leases.setdefault(track.place, Leases(LEASE_SECONDS))
-        lease = leases.grant(track.request.id, event.blocks, self._clock.now)
-        track.source = Source(track.place, lease.id)
+        source = self._handovers.grant(track.place, event)
         self._unassign(track, "prefill")
         if "decode" not in track.routes:
             try:
                 self._assign(track, "decode")
             except RequestRefused as refusal:
-                self._release(track)
+                self._handovers.let_go(source)
                 self._end(track, FinishReason.ERROR, str(refusal), output=1, last=self._clock.now)
                 return
         track.sequence = make_virtual_sequence(track.request, transferred=True)
         track.decode_instance, _ = track.place = self._target(track, "decode")
+        self._handovers.expect(track.request.id, source, track.decode_instance)
         self._submit(track)
 
     def _submit(self, track: Track) -> None:
@@ -234,34 +187,18 @@ class Desk:
             try:
                 scheduler.add(track.sequence)
             except RequestRefused as refusal:
-                self._release(track)
+                self._handovers.give_up(track.request.id)
                 role = instance.rpartition("-")[0]
                 output, last = self._output(track)
                 self._end(track, FinishReason.ERROR, f"{role}: {refusal}", output=output, last=last)
 
-        self.instances[instance].post(rank, message)
-
-    def _release(self, track: Track) -> None:
-        """Nobody wants the request's KV any more."""
-        if track.source is not None:
-            self._end_lease(track.source)
-            track.source = None
-
-    def _end_lease(self, source: Source) -> None:
-        instance, rank = source.rank
-
-        def message(scheduler: CountedScheduler) -> None:
-            blocks = self._leases[source.rank].release(source.lease)
-            if blocks is not None:
-                scheduler.pool.free(blocks)
-
-        self.instances[instance].post(rank, message)
+        self._instances[instance].post(rank, message)
 
     # -- failures and ends --------------------------------------------------------------------
 
     def fail(self, name: str) -> None:
         """An instance dies: who is there ends; KV that was to come from there is recomputed."""
-        now, instance = self._clock.now, self.instances[name]
+        instance = self._instances[name]
         lost = [t for t in self._tracks.values() if t.place is not None and t.place[0] == name]
         outputs = [self._output(track) for track in lost]
         instance.fail()
@@ -269,28 +206,19 @@ class Desk:
             for index, target in enumerate(router.targets):
                 if target.instance == name:
                     router.set_down(index, down=True)
-        for copy in self._network.break_target(name, now):
-            self._clock.at(now + LEASE_SECONDS, Kind.OUTSIDE, partial(self._expire_lease, copy))
-        for copy in self._network.break_source(name, now):
-            self.copied(copy, ok=False)
+        self._handovers.fail(name)
         for track, (output, last) in zip(lost, outputs, strict=True):
-            if track.source is not None and track.source.rank[0] != name:
-                source = track.source
-                self._clock.at(now + LEASE_SECONDS, Kind.OUTSIDE, partial(self._end_lease, source))
             self._end(track, FinishReason.ERROR, f"{name} failed", output=output, last=last)
         for track in self._tracks.values():
             if "decode" in track.routes and self._target(track, "decode")[0] == name:
                 self._unassign(track, "decode")
-
-    def _expire_lease(self, copy: Copy) -> None:
-        self._end_lease(Source(copy.source, copy.lease))
 
     def _output(self, track: Track) -> tuple[int, float | None]:
         """Tokens that a client has of a request by now, and when the last of them came."""
         now, sequence = self._clock.now, track.sequence
         if track.first is None or sequence is None or track.place is None:
             return 0, None
-        instance, rank = self.instances[track.place[0]], track.place[1]
+        instance, rank = self._instances[track.place[0]], track.place[1]
         done, ended = instance.done_steps()
         output = instance.ranks.known_tokens(rank, sequence, done) - sequence.prompt_len
         if output < 2:

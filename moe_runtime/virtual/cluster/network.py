@@ -17,12 +17,11 @@ _Choice = Callable[["Copy"], bool]
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """A sequence's KV, leased. `left` seconds remain, were it alone; it runs at `rate` since `since`."""
+    """A sequence's KV. `left` seconds remain, were it alone; it runs at `rate` since `since`."""
 
     source: RankName
     target: RankName
     sequence: Sequence
-    lease: int
     left: float
     since: float
     rate: float = 1.0
@@ -40,10 +39,10 @@ class Network:
     _pushed: int = 0
 
     def start(
-        self, source: RankName, target: RankName, sequence: Sequence, lease: int, seconds: float, now: float
+        self, source: RankName, target: RankName, sequence: Sequence, seconds: float, now: float
     ) -> None:
         """Begin a copy that takes `seconds` alone."""
-        copy = Copy(source, target, sequence, lease, seconds, now)
+        copy = Copy(source, target, sequence, seconds, now)
         for link in _links_of(copy):
             self._links[link][copy] = None
         self._share(copy, now)

@@ -177,6 +177,7 @@ class VirtualScheduler(CountedScheduler):
     """A CountedScheduler of virtual requests; a block is hashed by itself."""
 
     prefix_type = VirtualPrefix
+    finds_generated = False
 
 
 def make_virtual_sequence(request: Request, *, handoff: bool = False, transferred: bool = False) -> Sequence:

@@ -14,6 +14,7 @@ from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cluster.clock import Clock, Kind
 from moe_runtime.virtual.cluster.desk import Desk
 from moe_runtime.virtual.cluster.events import Failure, ScriptedEvent, Slowdown
+from moe_runtime.virtual.cluster.handovers import Handovers
 from moe_runtime.virtual.cluster.instance import Instance
 from moe_runtime.virtual.cluster.network import Network
 from moe_runtime.virtual.cluster.overlap import OverlapGain
@@ -41,22 +42,22 @@ class Cluster:
         _check(plan, events)
         self.clock, self.network = Clock(), Network()
         self._fast_forward = fast_forward
+        self.instances: dict[str, Instance] = {}
+        self.handovers = Handovers(
+            self.instances, clock=self.clock, network=self.network, kv_seconds=kv_seconds
+        )
         self.desk = Desk(
+            self.instances,
             routers={d.name: _router(plan, d, bounded=admission is not None) for d in plan.deployments},
+            handovers=self.handovers,
             clock=self.clock,
-            network=self.network,
-            kv_seconds=kv_seconds,
             listener=listener,
             admission=None if admission is None else Admission(admission),
         )
         for one in plan.instances:
-            self.desk.instances[one.name] = self._instance(plan, model, one, times, listener)
+            self.instances[one.name] = self._instance(plan, model, one, times, listener)
         for event in events:
             self._schedule(event)
-
-    @property
-    def instances(self) -> Mapping[str, Instance]:
-        return self.desk.instances
 
     def run(self, arrivals: Iterable[VirtualRequest]) -> None:
         """Serve all of them to their ends. InputError if they do not come in order of time."""
@@ -75,7 +76,7 @@ class Cluster:
             copy = self.network.pop_ended(end)
             assert copy is not None
             self.clock.now = end
-            self.desk.copied(copy)
+            self.handovers.copied(copy)
         elif due is not None:
             self.clock.step()
         return due is not None or end is not None

@@ -19,7 +19,7 @@ from moe_runtime.virtual.cost.deployment import Setting
 from moe_runtime.virtual.cost.model import CostModel
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape, decode_step, prefill_step
 from tests.spec.model_specs import SMALL_DEEPSEEK
-from tests.virtual.cluster.small import ExactTimes, Kept, kv_seconds, plan
+from tests.virtual.cluster.small import TICK, ExactTimes, Kept, kv_seconds, plan
 
 SPLIT = {"prefill": {"expert_parallel": 1}, "decode": {"expert_parallel": 2}}
 
@@ -100,6 +100,51 @@ def test_when_decode_dies_its_requests_end_with_what_they_have_and_its_leases_ex
     assert kept.ends[3].error == "no rank is up"
     prefill = cluster.instances["prefill-0"].ranks.scheduler(0)
     assert prefill.pool.num_free == prefill.pool.total
+
+
+def test_kv_that_a_decode_rank_has_is_not_fetched_again():
+    """As in the engine: who has seen a prefix is preferred, and only the rest of the KV is copied."""
+    where = plan(SPLIT, scheduler={"max_batch_tokens": 512, "chunk_tokens": 512}, kv={"blocks": 400})
+    asked: list[int] = []
+    same = [
+        VirtualRequest(
+            index=i, at=0.5 * i, input_length=300, output_length=9, hash_ids=(7,), block_tokens=300.0
+        )
+        for i in range(2)
+    ]
+
+    def seconds(tokens: int) -> float:
+        asked.append(tokens)
+        return 0.125
+
+    kept = Kept()
+    times: dict[str, StepTimes] = {d.name: ExactTimes() for d in where.deployments}
+    simulate(where, SMALL_DEEPSEEK, same, times=times, kv_seconds=seconds, listener=kept)
+    assert asked == [300], "300 tokens are whole blocks: nothing is left to fetch"
+    waits = [known(e.second_token) - known(e.first_token) for e in kept.ends]
+    assert waits[0] > 0.125 > waits[1]
+    assert [e.output_tokens for e in kept.ends] == [9, 9]
+
+
+def test_what_an_aborted_prefill_leaves_is_free_for_what_waits():
+    """The first request is given up while its last step runs; the second needs its blocks."""
+    where = plan({"prefill": {"expert_parallel": 1}, "decode": {"expert_parallel": 1}}, kv={"blocks": 12})
+    first = run(where, requests(1, prompt=40, output=2)).ends[0]
+    limits = derive_limits(
+        decode_ranks=1,
+        rank_kv_tokens=48,
+        rank_sequences=6,
+        prefill_kv_tokens=48,
+        max_positions=512,
+        ttft_seconds=10.0,
+        timeout=known(first.first_token) - TICK,
+    )
+    second = VirtualRequest(index=1, at=2_500 * TICK, input_length=8, output_length=1)
+    kept = run(where, [*requests(1, prompt=40, output=2), second], admission=limits)
+    assert [(e.index, e.output_tokens) for e in kept.ends] == [(0, 0), (1, 1)]
+    assert "timeout" in (kept.ends[0].error or "")
+    last = kept.of("prefill-0")[-1]
+    assert last.start == known(first.first_token), "there are no blocks for it before"
 
 
 def test_a_rebalance_is_agreed_unit_by_unit_and_changes_the_step_times():
