@@ -43,13 +43,14 @@ def costs(report: Report, price_per_node_hour: float) -> tuple[Cost, ...]:
     for d in report.deployments:
         rates += [(d.name, kind, getattr(d.throughput, kind).per_node_of_role) for kind in kinds_of(d.name)]
     return tuple(
-        Cost(role=role, kind=kind, per_million=_per_million(price_per_node_hour, rate))
+        Cost(role=role, kind=kind, per_million=per_million(price_per_node_hour, rate) if rate > 0 else None)
         for role, kind, rate in rates
     )
 
 
-def _per_million(price_per_node_hour: float, tokens_per_second: float) -> float | None:
-    return price_per_node_hour / (3600 * tokens_per_second) * 1e6 if tokens_per_second > 0 else None
+def per_million(price_per_node_hour: float, tokens_per_second: float) -> float:
+    """Of a million tokens, at so many tokens/s > 0 per node; in the currency of the price."""
+    return price_per_node_hour / (3600 * tokens_per_second) * 1e6
 
 
 def costs_as_text(reports: Sequence[tuple[str, Report]], price_per_node_hour: float) -> str:

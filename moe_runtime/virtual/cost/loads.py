@@ -13,8 +13,14 @@ from moe_runtime.eplb.load_files import read_load
 from moe_runtime.eplb.solve import solve
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.placement.topology import Topology
+from moe_runtime.spec.model import ModelSpec
 
 FOLDER = Path(__file__).resolve().parent.parent / "loads"
+
+
+def is_recorded(model: ModelSpec) -> bool:
+    """The model's own loads were published: DeepSeek-V3 and what has its layers and experts."""
+    return (model.family, model.num_moe_layers, model.moe.num_experts) == ("deepseek_v3", 58, 256)
 
 
 def recorded(name: Literal["deepseek-v3-prefill", "deepseek-v3-decode"]) -> NDArray[np.float64]:

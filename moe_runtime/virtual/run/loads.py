@@ -16,7 +16,7 @@ from moe_runtime.report.schema import LayerBalance
 from moe_runtime.report.schema_time import RankLoads
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cost.balance import Balance, Drift, draw_balance, layer_balancedness
-from moe_runtime.virtual.cost.loads import deepseek_v3, power_law, with_balancedness
+from moe_runtime.virtual.cost.loads import deepseek_v3, is_recorded, power_law, with_balancedness
 
 RECORDED, UNIFORM, POWER, TARGET = "recorded", "uniform", "power", "balancedness"
 FORMS = f"{RECORDED}, {UNIFORM}, {POWER}:EXPONENT or {TARGET}:X"
@@ -57,11 +57,6 @@ class LoadChoice:
 
     def __str__(self) -> str:
         return self.kind if self.kind in (RECORDED, UNIFORM) else f"{self.kind}:{self.value:g}"
-
-
-def is_recorded(model: ModelSpec) -> bool:
-    """Loads of DeepSeek-V3 were published."""
-    return (model.family, model.num_moe_layers, model.moe.num_experts) == ("deepseek_v3", 58, 256)
 
 
 def expert_loads(choice: LoadChoice, model: ModelSpec, *, role: str, ranks: int, seed: int) -> F64:

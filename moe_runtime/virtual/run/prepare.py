@@ -16,9 +16,9 @@ from moe_runtime.virtual.cost.balance import Drift
 from moe_runtime.virtual.cost.constants import constants
 from moe_runtime.virtual.cost.deployment import Setting
 from moe_runtime.virtual.cost.from_plan import plan_setting
-from moe_runtime.virtual.cost.loads import place
+from moe_runtime.virtual.cost.loads import is_recorded, place
 from moe_runtime.virtual.cost.model import CostModel
-from moe_runtime.virtual.run.loads import Assumed, DeploymentLoads, LoadChoice, expert_loads, is_recorded
+from moe_runtime.virtual.run.loads import Assumed, DeploymentLoads, LoadChoice, expert_loads
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from moe_runtime.report.cost import per_million
 from moe_runtime.spec.bytes import parameter_counts
-from moe_runtime.virtual.search.candidate import Candidate
+from moe_runtime.virtual.search.candidate import Candidate, order
 from moe_runtime.virtual.search.explain import IDLE, account, why
 from moe_runtime.virtual.search.option import Option
 from moe_runtime.virtual.search.query import Query
@@ -13,6 +14,8 @@ from moe_runtime.virtual.search.search import Found
 FRONT_ROWS = 12
 RIVALS = 7
 LEAST_SHARE = 0.1
+TOLD_APART = 0.17
+"""What the cost model is away from published figures at most (docs/cost-model.md)."""
 
 
 def render(found: Found, *, price_per_node_hour: float | None = None) -> str:
@@ -135,7 +138,7 @@ def _figures(query: Query, c: Candidate, price: float | None) -> str:
 
 def dollars(candidate: Candidate, price_per_node_hour: float) -> float:
     """Of a million output tokens, their input and idle nodes included."""
-    return price_per_node_hour / 3600 / candidate.throughput * 1e6
+    return per_million(price_per_node_hour, candidate.throughput)
 
 
 def _short(option: Option | None, copies: int) -> str:
@@ -223,12 +226,30 @@ def _kinds(found: Found) -> Iterator[str]:
         first = "" if c.prefill is None else f"{_short(c.prefill, c.copies[0])} + "
         cut = f"{first}{_short(c.decode, c.copies[1])}"
         yield f"  {kind:<31} {c.throughput:>8,.0f} {c.throughput / best - 1:>7.1%}  {cut}"
+    yield f"  {_verdict(found)}"
+
+
+def _verdict(found: Found) -> str:
+    """Whether experts of decode over several nodes pay, as far as the cost model can tell."""
     per_node = found.query.ranks_per_node
-    wide = [c for c in found.kinds.values() if c.decode.choice.kind(per_node) == "wide EP"]
+    wide = {kind: c for kind, c in found.kinds.items() if _is_wide(c, per_node)}
+    rest = {kind: c for kind, c in found.kinds.items() if kind not in wide}
     if not wide:
-        yield "  wide EP meets the objectives nowhere: it does not pay here"
-    elif found.winner.decode.choice.kind(per_node) == "wide EP":
-        yield "  wide EP pays here"
-    else:
-        gain = best / max(c.throughput for c in wide) - 1
-        yield f"  wide EP does not pay here: the winner has {gain:.1%} more"
+        return "wide EP meets the objectives nowhere: it does not pay here"
+    if not rest:
+        return "wide EP pays here: nothing else meets the objectives"
+    (_, best), (other, rival) = (min(some.items(), key=lambda item: order(item[1])) for some in (wide, rest))
+    name = "wide EP" if best.decode.choice.group == 1 else "wide EP with tensor-parallel attention"
+    lead = best.throughput / rival.throughput
+    if max(lead, 1 / lead) < 1 + TOLD_APART:
+        ahead, behind = (name, other) if lead >= 1 else (other, name)
+        more = max(lead, 1 / lead) - 1
+        return f"{ahead} has {more:.1%} more than {behind}, which is less than the cost model may err"
+    if lead > 1:
+        return f"{name} pays here"
+    return f"wide EP does not pay here: {other} has {1 / lead - 1:.1%} more"
+
+
+def _is_wide(candidate: Candidate, ranks_per_node: int) -> bool:
+    choice = candidate.decode.choice
+    return candidate.prefill is not None and not choice.whole and choice.ranks > ranks_per_node

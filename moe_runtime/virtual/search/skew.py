@@ -13,7 +13,7 @@ from moe_runtime.placement.placement import linear
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cost.balance import EVEN_BALANCE, Balance, Drift, draw_balance
 from moe_runtime.virtual.cost.constants import FittedFactors
-from moe_runtime.virtual.cost.loads import deepseek_v3, place, with_balancedness
+from moe_runtime.virtual.cost.loads import deepseek_v3, is_recorded, place, with_balancedness
 
 Role = Literal["prefill", "decode"]
 STRIDE = 3
@@ -43,7 +43,7 @@ class Skews:
     @property
     def recorded(self) -> bool:
         """Whether the model's own loads are known."""
-        return self._model.family == "deepseek_v3" and self._model.moe.num_experts == 256
+        return is_recorded(self._model)
 
     def of(self, role: Role, ranks: int, redundant: int, tokens_per_sequence: float) -> Balance:
         """Spreads of an instance's placement; even on one rank."""

@@ -10,6 +10,7 @@ from moe_runtime.virtual.search.evaluate import Evaluator
 from moe_runtime.virtual.search.explain import account
 from moe_runtime.virtual.search.option import Choice, Option
 from moe_runtime.virtual.search.query import recorded
+from moe_runtime.virtual.search.render import render
 from moe_runtime.virtual.search.room import FREE
 from moe_runtime.virtual.search.search import PHASES, Found, Ladders, search
 from moe_runtime.virtual.search.space import degrees, instances, redundancies
@@ -209,3 +210,28 @@ def test_balancing_off_is_worse():
     assert isinstance(better, Option)
     assert isinstance(worse, Option)
     assert worse.rate < 0.9 * better.rate
+
+
+def test_whether_wide_ep_pays_is_said_as_far_as_the_cost_model_can_tell(found: Found):
+    """Cuts of the same candidate with other throughputs; decode over two nodes, and in one."""
+    option = found.winner.decode
+    nodes = {
+        "wide EP": replace(option, choice=replace(option.choice, ranks=16, group=1, whole=False)),
+        "EP in a node": replace(option, choice=replace(option.choice, ranks=8, group=1, whole=False)),
+    }
+    pair = replace(found.winner, prefill=option)
+
+    def verdict(wide: float, near: float) -> str:
+        kinds = {
+            kind: replace(pair, decode=nodes[kind], throughput=value)
+            for kind, value in (("wide EP", wide), ("EP in a node", near))
+            if value
+        }
+        return render(replace(found, kinds=kinds)).splitlines()[-1].strip()
+
+    assert verdict(1.5, 1.0) == "wide EP pays here"
+    assert verdict(1.0, 1.5) == "wide EP does not pay here: EP in a node has 50.0% more"
+    assert verdict(1.0, 1.03).startswith("EP in a node has 3.0% more than wide EP, which is less than")
+    assert verdict(1.03, 1.0).startswith("wide EP has 3.0% more than EP in a node, which is less than")
+    assert verdict(0.0, 1.0) == "wide EP meets the objectives nowhere: it does not pay here"
+    assert verdict(1.0, 0.0) == "wide EP pays here: nothing else meets the objectives"
