@@ -11,95 +11,12 @@ changes but contexts are taken at once. What a Scheduler keeps in a running sequ
 At depth 1 a turn settles the step before the one it counts, at depth 0 the same.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.scheduler.counted_rows import Counted, CountedTable, Crew, Flight, Rows
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits, TokenEvent
-from moe_runtime.scheduler.sequences import Sequence, SequenceTable, State
-
-Rows = NDArray[np.intp]
-
-
-class Flight(NamedTuple):
-    """Who is sampled in a step: rows of the table and their admissions, the `decode_rows` first."""
-
-    decode_rows: int
-    rows: Rows
-    stamps: NDArray[np.int64]
-
-
-class Counted(NamedTuple):
-    """A step of one rank, as numbers.
-
-    decode_rows       sequences that decode; `context` the tokens they attend to, their own included
-    prefill_tokens    computed for the first time, `recomputed_tokens` again, `cached_tokens` as in Scheduled
-    pairs             sum over the prefill rows of the tokens each attends to
-    prefix            tokens that were cached before, of the sequences in prefill
-    flight            who is sampled
-    """
-
-    decode_rows: int
-    context: int
-    prefill_tokens: int
-    recomputed_tokens: int
-    cached_tokens: int
-    pairs: int
-    prefix: int
-    flight: Flight
-
-
-@dataclass(slots=True)
-class Crew:
-    """Rows that decode together while nothing changes, and what follows from their numbers. N of them.
-
-    until    turns until one of them has all its tokens
-    context  tokens they attend to in the next turn
-    first_N  turns before the one in which each needs another block
-    kept_N   turns before the one that completes a unit of each; None: to be looked up
-    """
-
-    rows: Rows
-    until: int
-    context: int
-    first_N: NDArray[np.int32]
-    kept_N: NDArray[np.int64] | None = None
-
-
-class CountedTable(SequenceTable):
-    """Knows its decode and prefill rows until something changes them."""
-
-    def __init__(self, rows: int, max_blocks: int) -> None:
-        super().__init__(rows, max_blocks)
-        self._decoding: Rows | None = None
-        self._prefilling: Rows | None = None
-
-    def decode_rows(self) -> Rows:
-        if self._decoding is None:
-            self._decoding = super().decode_rows()
-        return self._decoding
-
-    def prefill_rows(self) -> Rows:
-        if self._prefilling is None:
-            decoding = self.decode_rows()
-            none = len(decoding) == self.num_ready
-            self._prefilling = decoding[:0] if none else super().prefill_rows()
-        return self._prefilling
-
-    def changed(self) -> None:
-        """Other rows decode now, or some have ended."""
-        self._decoding = self._prefilling = None
-
-    def enter(self, sequence: Sequence, row: int, blocks: NDArray[np.int32], computed: int) -> None:
-        super().enter(sequence, row, blocks, computed)
-        if self.ready[row]:
-            self.changed()
-
-    def leave(self, row: int) -> NDArray[np.int32]:
-        self.changed()
-        return super().leave(row)
+from moe_runtime.scheduler.sequences import Sequence, State
 
 
 class CountedScheduler(Scheduler):
@@ -203,18 +120,8 @@ class CountedScheduler(Scheduler):
         if not count or self.table.num_ready != count or self._cached_tokens or self._may_admit():
             return 0
         # The turn that settles a sequence's last token ends it, so it is not one of these.
-        high = crew.until - (0 if self.depth else 1)
-        free, size, first = self.pool.num_free, self.limits.block_tokens, crew.first_N
-        if high <= 0 or count * (high // size + 1) <= free:
-            return max(0, high)
-        low = 0
-        while low < high:
-            middle = (low + high + 1) // 2
-            if int(np.maximum(-(-(middle - first) // size), 0).sum()) <= free:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        turns = crew.until - (0 if self.depth else 1)
+        return crew.affordable_turns(turns, self.pool.num_free, self.limits.block_tokens)
 
     def advance(self, steps: int) -> Flight:
         """Equal to `steps` >= 1 single turns; `steps` is at most `horizon()`. Returns the newest step.
@@ -270,13 +177,7 @@ class CountedScheduler(Scheduler):
         table, size = self.table, self.limits.block_tokens
         rows, known = table.decode_rows(), self._known_crew
         if known is None or known.rows is not rows:
-            tokens = table.num_tokens[rows]
-            known = self._known_crew = Crew(
-                rows=rows,
-                until=int(np.minimum.reduce(table.max_tokens[rows] - tokens)) if len(rows) else 0,
-                context=int(np.add.reduce(tokens, dtype=np.int64)),
-                first_N=table.num_blocks[rows] * size + 1 - tokens,
-            )
+            known = self._known_crew = Crew.of(table, rows, size)
         return known
 
     def _grow(self, crew: Crew, steps: int) -> None:

@@ -14,20 +14,11 @@ from typing import Protocol
 
 import numpy as np
 
-from moe_runtime.engine.agree import (
-    NO_OFFER,
-    AgreeLimits,
-    MoveOffer,
-    MoveOrder,
-    StepDecision,
-    StepKind,
-    StepProposal,
-    agree,
-)
-from moe_runtime.scheduler.budget import ChunkBudget
+from moe_runtime.engine.agree import NO_OFFER, MoveOrder, StepDecision, StepKind
 from moe_runtime.scheduler.counted import CountedScheduler
 from moe_runtime.scheduler.scheduler import TokenEvent
 from moe_runtime.scheduler.sequences import Sequence
+from moe_runtime.virtual.cluster.agreement import Agreement
 from moe_runtime.virtual.cluster.clock import Clock, Kind
 from moe_runtime.virtual.cluster.events import Rebalance, Slowdown
 from moe_runtime.virtual.cluster.moving import PAUSE, Moving
@@ -38,7 +29,6 @@ from moe_runtime.virtual.cluster.times import StepTimes, lengthened, slowed
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape
 
 Message = Callable[[int], None]
-KNOWN = 4096  # proposals kept for ranks with the same rows
 
 
 class Desk(Protocol):
@@ -63,11 +53,10 @@ class Instance:
 
     name: str
     ranks: Ranks
-    limits: AgreeLimits
+    agreement: Agreement
     depth: int
     times: StepTimes
     overlap: OverlapGain
-    budget: ChunkBudget | None
     clock: Clock
     outside: Callable[[], float | None]
     listener: Listener
@@ -78,21 +67,11 @@ class Instance:
     turns: int = 0
     _inbox: list[tuple[int, Message]] = field(default_factory=list)
     _parked: bool = True
-    _held_steps: int = 0
-    _epoch: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque((0.0, 0.0), maxlen=2))
     _unobserved: deque[tuple[float, StepDecision, float]] = field(default_factory=deque)
     _slowdowns: list[Slowdown] = field(default_factory=list)
     _rebalances: deque[Rebalance] = field(default_factory=deque)
     _moving: Moving | None = None
-    _proposals: list[StepProposal] = field(default_factory=list)
-    _decision: StepDecision | None = None
-    _alive: tuple[bool, ...] = ()
-    _common: tuple[int, int, int, int, MoveOffer] = (0, 0, 0, 0, NO_OFFER)
-    _known: dict[tuple[int, int], StepProposal] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._alive = (True,) * len(self.ranks)
 
     # -- from outside -------------------------------------------------------------------------
 
@@ -170,49 +149,19 @@ class Instance:
     def _agree(self, now: float) -> StepDecision:
         if self._moving is None and self._rebalances:
             self._moving = Moving(self._rebalances.popleft())
-        ranks = self.ranks
-        in_flight = int(self._ends[-1] > now)
-        common = (
-            in_flight,
-            self._epoch,
-            self.overlap.microseconds(self.times, ranks),
-            self._held_steps,
-            self._moving.offer(now) if self._moving else NO_OFFER,
+        return self.agreement.decide(
+            self.ranks,
+            in_flight=int(self._ends[-1] > now),
+            gain=self.overlap.microseconds(self.times, self.ranks),
+            offer=self._moving.offer(now) if self._moving else NO_OFFER,
         )
-        if self.budget is not None or common != self._common or len(self._known) > KNOWN:
-            self._common = common
-            self._known.clear()
-        pairs = zip(ranks.decode_R.tolist(), ranks.prefill_R.tolist(), strict=True)
-        proposals = [self._known.get(pair) or self._propose(*pair) for pair in pairs]
-        if self._decision is None or proposals != self._proposals:
-            self._decision, self._proposals = agree(proposals, self.limits), proposals
-        self._held_steps = self._held_steps + 1 if self._decision.held else 0
-        return self._decision
-
-    def _propose(self, decode: int, prefill: int) -> StepProposal:
-        """What a rank with such rows proposes in this turn."""
-        in_flight, epoch, gain, held, offer = self._common
-        self._known[decode, prefill] = proposal = StepProposal(
-            decode_tokens=decode,
-            prefill_tokens=prefill,
-            in_flight=in_flight,
-            stop=False,
-            placement_epoch=epoch,
-            membership_epoch=0,
-            alive=self._alive,
-            overlap_gain=gain,
-            chunk_tokens=None if self.budget is None else self.budget.rows(decode),
-            held_steps=held,
-            move=offer,
-        )
-        return proposal
 
     def _move(self, order: MoveOrder, now: float) -> float:
         """Follow the order about moving experts; seconds that the step takes longer for it."""
         moving = self._moving
         if moving is None or not moving.follow(order, now):
             return 0.0
-        self._epoch += 1
+        self.agreement.epoch += 1
         if moving.done:
             self._moving = None
             if moving.script.times is not None:
@@ -237,7 +186,7 @@ class Instance:
             micro_batches=2 if decision.micro_batches == 2 else 1,
         )
         factor = max([s.factor for s in self._slowdowns if s.start <= begin < s.end], default=1.0)
-        alone = self.budget is not None or self._moving is not None or extra > 0
+        alone = self.agreement.budget is not None or self._moving is not None or extra > 0
         turns = 1 if alone or not self.fast_forward else ranks.turns(step)
         turns, last, cost = self._stretch(shape, turns, begin, factor)
         if extra:
@@ -249,7 +198,7 @@ class Instance:
         self._ends.append(end)
         for sequence in ranks.seconds:
             self.desk.second_token(sequence, end)
-        if self.budget is not None:
+        if self.agreement.budget is not None:
             self._unobserved.append((end, decision, cost.seconds))
         ranks.grow(step, turns)
         self._tell(decision, step, turns, begin, cost)
@@ -306,8 +255,9 @@ class Instance:
 
     def _observe(self, now: float) -> None:
         """Let the budget learn from steps that have ended."""
-        while self.budget is not None and self._unobserved and self._unobserved[0][0] <= now:
+        budget = self.agreement.budget
+        while budget is not None and self._unobserved and self._unobserved[0][0] <= now:
             _, decision, seconds = self._unobserved.popleft()
-            self.budget.observe(
+            budget.observe(
                 decode_rows=decision.decode_rows, prefill_rows=decision.prefill_rows, seconds=seconds
             )

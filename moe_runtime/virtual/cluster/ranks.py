@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.engine.agree import StepDecision
-from moe_runtime.scheduler.counted import Counted, CountedScheduler, Flight
+from moe_runtime.scheduler.counted import CountedScheduler
+from moe_runtime.scheduler.counted_rows import Counted, Flight
 from moe_runtime.scheduler.scheduler import SchedulerLimits, TokenEvent
 from moe_runtime.scheduler.sequences import Sequence, State
 from moe_runtime.virtual.cluster.requests import VirtualScheduler

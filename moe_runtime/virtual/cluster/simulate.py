@@ -11,6 +11,7 @@ from moe_runtime.frontend.admission import Admission, AdmissionLimits
 from moe_runtime.frontend.router import Router, Target, role_router
 from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan, InstancePlan
 from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.cluster.agreement import Agreement
 from moe_runtime.virtual.cluster.clock import Clock, Kind
 from moe_runtime.virtual.cluster.desk import Desk
 from moe_runtime.virtual.cluster.events import Failure, ScriptedEvent, Slowdown
@@ -119,11 +120,10 @@ class Cluster:
         return Instance(
             name=one.name,
             ranks=ranks,
-            limits=limits,
+            agreement=Agreement(limits, (True,) * len(one.ranks), chunk_budget(deployment, plan.slo)),
             depth=depth,
             times=times[deployment.name],
             overlap=OverlapGain(limits),
-            budget=chunk_budget(deployment, plan.slo),
             clock=self.clock,
             outside=self._outside,
             listener=listener,
