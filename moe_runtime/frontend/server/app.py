@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -232,6 +233,16 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, ApiError)
         request.state.note["error"] = error.message
         return Response(error.body, error.status, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def misspelled(request: Request, error: Exception) -> Response:
+        """A part of the path or the query that cannot be."""
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        return await refused(
+            request, ApiError(400, f"{param}: {first['msg']}", param=param, code="invalid_value")
+        )
 
     @app.exception_handler(HTTPException)
     async def unrouted(request: Request, error: Exception) -> Response:

@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import Body, FastAPI, Query
+from annotated_types import MinLen
+from fastapi import FastAPI, Query, Request
 from fastapi.responses import Response
 
 from moe_runtime.errors import RequestRefused, UserError
 from moe_runtime.frontend.experts import Experts
 from moe_runtime.frontend.openai.errors import ApiError
-from moe_runtime.frontend.server.openapi import ANSWERS
+from moe_runtime.frontend.openai.schema import Body, parse
+from moe_runtime.frontend.server.openapi import ANSWERS, describe
+
+
+class ReloadRequest(Body):
+    """The request of /admin/reload: the folder of a checkpoint."""
+
+    path: Annotated[str, MinLen(1)]
 
 
 def add_experts_admin(app: FastAPI, experts: Experts, check_weights: Callable[[Path], None]) -> None:
@@ -38,12 +46,12 @@ def add_experts_admin(app: FastAPI, experts: Experts, check_weights: Callable[[P
         experts.rebalance(live)
         return _json({"status": "asked", "instances": live})
 
-    @app.post("/admin/reload", responses=ANSWERS)
-    async def reload(path: Annotated[str, Body(embed=True)]) -> Response:
+    @app.post("/admin/reload", openapi_extra=describe(ReloadRequest), responses=ANSWERS)
+    async def reload(request: Request) -> Response:
         """Serve the weights of another checkpoint of the same model; answers when all ranks do, or none."""
         start = time.monotonic()
+        folder = Path(parse(ReloadRequest, await request.body()).path).absolute()
         try:
-            folder = Path(path).absolute()
             await asyncio.to_thread(check_weights, folder)
             await _answered(experts.reload(folder))
         except UserError as error:

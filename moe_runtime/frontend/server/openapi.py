@@ -28,6 +28,7 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
         (401, "The API key is missing or wrong"),
         (403, "Not allowed"),
         (404, "No such model or request"),
+        (409, "A reload was dropped; the old weights are served"),
         (413, "The body is too large"),
         (429, "Too much to do; Retry-After says when to ask again"),
         (500, "Internal error"),
@@ -37,14 +38,15 @@ ANSWERS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def describe(body: type[BaseModel], model_name: str) -> dict[str, Any]:
+def describe(body: type[BaseModel], model_name: str | None = None) -> dict[str, Any]:
     """The `requestBody` of an endpoint that parses `body`; references are written out.
 
-    `model_name` is the one value that the field `model` may have.
+    `model_name` is the one value that the field `model` may have; None: there is no such field.
     """
     schema = body.model_json_schema()
     definitions = schema.pop("$defs", {})
-    schema["properties"]["model"] = {"type": "string", "enum": [model_name]}
+    if model_name is not None:
+        schema["properties"]["model"] = {"type": "string", "enum": [model_name]}
     resolved = _resolved(schema, definitions)
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": resolved}}}}
 
