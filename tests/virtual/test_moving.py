@@ -1,8 +1,7 @@
-"""Copies between devices: linear in bytes, shared links, migrations as long as their busiest rank."""
+"""Copies between devices: linear in bytes, migrations as long as their busiest rank."""
 
 import pytest
 
-from moe_runtime.errors import InputError
 from moe_runtime.placement.migration import plan_migration
 from moe_runtime.placement.placement import linear
 from moe_runtime.placement.topology import Topology
@@ -12,7 +11,7 @@ from moe_runtime.virtual.cost.constants import constants
 from moe_runtime.virtual.cost.deployment import Setting
 from moe_runtime.virtual.cost.links import make_links
 from moe_runtime.virtual.cost.loads import place, power_law
-from moe_runtime.virtual.cost.moving import kv_exposed_seconds, kv_seconds, load_seconds, rebalance_seconds
+from moe_runtime.virtual.cost.moving import rebalance_seconds
 
 KNOWN = constants()
 LINKS = make_links(DEEPSEEK_V3, Setting(machine="h800", ranks=16), KNOWN.machines["h800"], KNOWN)
@@ -22,18 +21,8 @@ def test_a_prompt_of_deepseek_v3_travels_in_milliseconds():
     """61 layers of 1,152 B: 70,272 B a token; 4,096 tokens at 49.5 GB/s are 5.8 ms."""
     size = kv_spec(DEEPSEEK_V3, block_tokens=64, dtype="bfloat16").token_bytes
     assert size == 70_272
-    alone = kv_seconds(LINKS, size, 4096)
-    assert alone == pytest.approx(4096 * 70_272 / 49.5e9 + 50e-6)
-    shared = kv_seconds(LINKS, size, 4096, sharing=3)
-    assert shared - 50e-6 == pytest.approx(3 * (alone - 50e-6))
-    assert kv_seconds(LINKS, size, 4096, sharing=0.5) == alone  # one copy cannot be faster than the link
-    assert kv_exposed_seconds(LINKS, size, 4096, 512) == kv_seconds(LINKS, size, 512)
-
-
-def test_weights_are_read_together():
-    assert load_seconds(80e9, 8e9, sharing=8) == pytest.approx(80.0)
-    with pytest.raises(InputError, match="storage_bandwidth"):
-        load_seconds(1.0, 0.0)
+    assert LINKS.bulk(4096 * size) == pytest.approx(4096 * 70_272 / 49.5e9 + 50e-6)
+    assert LINKS.bulk(4096 * size, local=True) < LINKS.bulk(4096 * size)
 
 
 def test_a_migration_takes_as_long_as_its_busiest_rank():

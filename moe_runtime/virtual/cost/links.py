@@ -58,9 +58,9 @@ class Links:
         """Seconds of one all-reduce of `num_bytes` within the attention group."""
         return self._all_reduce(num_bytes)
 
-    def bulk(self, num_bytes: float, sharing: float = 1.0, *, local: bool = False) -> float:
-        """Seconds of a copy between devices, of one node (`local`) or two; `sharing` copies share it."""
-        return self._bulk(num_bytes * max(sharing, 1.0), local)
+    def bulk(self, num_bytes: float, *, local: bool = False) -> float:
+        """Seconds of a copy between devices, of one node (`local`) or two, alone on its links."""
+        return self._bulk(num_bytes, local)
 
 
 def make_links(model: ModelSpec, setting: Setting, machine: Machine, constants: Constants) -> Links:
