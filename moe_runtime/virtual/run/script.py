@@ -2,8 +2,8 @@
 
     events:
     - {slowdown: decode-0, rank: 3, start: 10, end: 20, factor: 2}
-    - {failure: decode-0, at: 30}
-    - {rebalance: decode-0, at: 60}
+    - {rebalance: decode-0, at: 30}
+    - {failure: decode-0, at: 60}
 
 The first key names the kind and its value the instance; times are virtual seconds after the first arrival.
 """
@@ -55,12 +55,28 @@ def read_events(path: Path, ranks: Mapping[str, int]) -> list[Scripted]:
     items = tree.value["events"]
     if not isinstance(items, list):
         raise InputError(f"{path}:{tree.lines[('events',)]}: events: must be a list")
-    found = []
+    found: list[Scripted] = []
+    places = []
     for index, item in enumerate(items):
         lines = [line for key, line in tree.lines.items() if key[:2] == ("events", str(index))]
         line = min(lines, default=tree.lines[("events",)])
-        found.append(_Item(f"{path}:{line}: events[{index}]", item, ranks).read())
+        places.append(f"{path}:{line}: events[{index}]")
+        found.append(_Item(places[-1], item, ranks).read())
+    _require_life(found, places)
     return found
+
+
+def _require_life(events: list[Scripted], places: list[str]) -> None:
+    """Nothing begins on an instance that has failed: it stays away."""
+    failed: dict[str, tuple[float, int]] = {}
+    for index, event in enumerate(events):
+        if isinstance(event, Failure):
+            failed[event.instance] = min(failed.get(event.instance, (event.at, index)), (event.at, index))
+    for index, event in enumerate(events):
+        at, cause = failed.get(event.instance, (LATEST, index))
+        begin = event.start if isinstance(event, Slowdown) else event.at
+        if index != cause and begin >= at:
+            raise InputError(f"{places[index]}: {event.instance} has failed at {at:g}, and stays away")
 
 
 class _Item:

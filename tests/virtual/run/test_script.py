@@ -31,6 +31,11 @@ events:
     assert read(tmp_path, "events: []") == []
 
 
+def test_a_slowdown_may_outlast_the_instance(tmp_path):
+    slow = "{slowdown: decode-0, rank: 0, start: 2, end: 9, factor: 2}"
+    assert len(read(tmp_path, f"events:\n- {{failure: decode-0, at: 3}}\n- {slow}")) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -56,6 +61,20 @@ events:
         ("events:\n- {failure: {a: 1}, at: 3}", "the plan has prefill-0, decode-0"),
         ("events:\n- {slowdown: decode-0, rank: 0, start: 2, end: 3, factor: 1e300}", "factor is 1e.300"),
         (f"events:\n- {{failure: decode-0, at: 1{'0' * 400}}}", "must be a number from 0 to 1e.10"),
+        (
+            "events:\n- {rebalance: decode-0, at: 9}\n- {failure: decode-0, at: 3}",
+            r"yaml:2: events\[0\]: decode-0 has failed at 3, and stays away",
+        ),
+        (
+            "events:\n- {failure: decode-0, at: 3}\n- {failure: prefill-0, at: 3}\n"
+            "- {failure: decode-0, at: 3}",
+            r"yaml:4: events\[2\]: decode-0 has failed",
+        ),
+        (
+            "events:\n- {failure: decode-0, at: 3}\n"
+            "- {slowdown: decode-0, rank: 0, start: 5, end: 9, factor: 2}",
+            r"yaml:3: events\[1\]: decode-0 has failed",
+        ),
         ("events: [3]", r"yaml:1: events\[0\]: must have one of"),
         ("events: [", "not valid YAML"),
         ("events: []\nevents: []", "given twice"),
