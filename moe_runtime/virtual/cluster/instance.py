@@ -236,7 +236,7 @@ class Instance:
                 prefill_R=ranks.new_R.copy(),
                 cached_R=ranks.cached_R.copy(),
                 recomputed_R=ranks.again_R.copy(),
-                preemptions_R=ranks.preemptions_R.copy(),
+                preemptions_R=ranks.take_preemptions(),
                 kv_used_R=ranks.used_R.copy(),
                 cost=cost,
             )

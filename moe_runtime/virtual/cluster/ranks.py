@@ -47,7 +47,7 @@ class Ranks:
     decode_R, context_R  decode rows, and the tokens they attend to
     prefill_R            prefill rows; `new_R` of them for the first time, `again_R` not
     pairs_R, prefix_R    as in StepShape
-    cached_R, preemptions_R, used_R  as in StepRun
+    cached_R, used_R     as in StepRun
     started              (rank, sequence) whose KV is to be fetched
     seconds              sequences that get their second token in this step
     """
@@ -59,10 +59,9 @@ class Ranks:
         self._needs_BR: I64 = np.zeros((limits.block_tokens, count), np.int64)
         self._full: list[int] = []
         self.decode_R, self.prefill_R, self.context_R, self.used_R = _zeros(4, count)
-        self._of_turn = _zeros(6, count)
-        self.pairs_R, self.prefix_R, self.new_R, self.again_R, self.cached_R, self.preemptions_R = (
-            self._of_turn
-        )
+        self._of_turn = _zeros(5, count)
+        self.pairs_R, self.prefix_R, self.new_R, self.again_R, self.cached_R = self._of_turn
+        (self._preemptions_R,) = _zeros(1, count)
         self.started: list[tuple[int, Sequence]] = []
         self.seconds: list[Sequence] = []
 
@@ -161,6 +160,12 @@ class Ranks:
         known = sequence.num_known
         return known - min(1, ahead) if sequence.state is State.FINISHED else known
 
+    def take_preemptions(self) -> I64:
+        """[R]: sequences preempted since the last call: some turns run nothing and are no step."""
+        taken: I64 = self._preemptions_R.copy()
+        self._preemptions_R[:] = 0
+        return taken
+
     # -- inside -------------------------------------------------------------------------------
 
     def _pay(self, rank: int, step: int) -> None:
@@ -185,7 +190,7 @@ class Ranks:
             work = scheduler.propose()
             self.decode_R[rank], self.prefill_R[rank] = work.decode_tokens, work.prefill_tokens
             self.started += [(rank, sequence) for sequence in scheduler.take_started_pulls()]
-            self.preemptions_R[rank] = scheduler.take_preemptions()
+            self._preemptions_R[rank] += scheduler.take_preemptions()
             scheduler.take_admitted()
             horizon = scheduler.horizon() if quiet else 0
         self.seconds += [s for s in r.fresh if s.row >= 0 and s.state is State.RUNNING]
