@@ -18,7 +18,7 @@ from moe_runtime.errors import NoRoom, RequestRefused
 
 AFFINITY_TOKENS = 256
 REMEMBERED_PREFIXES = 16384
-HOME_LOAD, HOME_LOAD_DECODE = 2.0, 1.0
+HOME_LOAD, HOME_LOAD_DECODE = 2.0, 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def role_router(
 
     Decode ranks get prompts with their KV, so who has seen a prefix before matters there only if they do
     not fetch what they have (`decode_affinity`). That saves less than computing it, and in lock-step the
-    fullest rank holds up all others: a home has to have no more than the mean.
+    fullest rank holds up all others: a home has to be idle.
     """
     room = room_of(role, kv_tokens=kv_tokens, max_sequences=max_sequences)
     return Router(

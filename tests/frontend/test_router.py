@@ -76,12 +76,13 @@ def decode_router(*, affinity: bool) -> Router:
     )
 
 
-def test_a_home_among_decode_ranks_has_no_more_than_the_mean():
+def test_a_home_among_decode_ranks_is_idle():
     router = decode_router(affinity=True)
-    assert router.assign(10, prompt=prompt(1)) == 0
-    assert [router.assign(100) for _ in range(2)] == [1, 2]
-    assert router.assign(60, prompt=prompt(1)) == 0, "10 is not over the mean of 52"
-    assert router.assign(10, prompt=prompt(1)) == 3, "70 is over the mean of 67"
+    assert [router.assign(10), router.assign(10), router.assign(10, prompt=prompt(1))] == [0, 1, 2]
+    for rank in range(3):
+        router.finished(rank, 10)
+    assert router.assign(10, prompt=prompt(1)) == 2, "idle like the others, and it has the prefix"
+    assert router.assign(10, prompt=prompt(1)) == 0, "the home is busy"
     plain = decode_router(affinity=False)
     assert [plain.assign(10, prompt=prompt(1)) for _ in range(4)] == [0, 1, 2, 3]
 
