@@ -10,6 +10,8 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from tests.spec.model_specs import SMALL_DEEPSEEK
+
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "live_rebalance.py"
 
 
@@ -26,18 +28,18 @@ def benchmark() -> ModuleType:
 
 @pytest.fixture
 def loads(tmp_path: Path) -> Path:
-    """Of 4 layers and 64 experts, the hottest 40 times the mean of the others."""
-    rows = np.ones((4, 64))
+    """Of 8 layers and 64 experts, the hottest 40 times the mean of the others."""
+    rows = np.ones((8, 64))
     rows[:, 9] = 40.0
     np.savetxt(tmp_path / "loads.csv", rows, delimiter=",", header="shares")
     return tmp_path / "loads.csv"
 
 
 def test_topics_shuffle_the_same_skew(benchmark, loads):
-    shares_PLE = benchmark.folded(loads, 16, 3, 2)
-    assert shares_PLE.shape == (2, 3, 16)
+    shares_PLE = benchmark.folded(loads, SMALL_DEEPSEEK, 2)
+    assert shares_PLE.shape == (2, 7, 32)
     assert np.allclose(shares_PLE.sum(axis=2), 1)
-    assert np.allclose(shares_PLE.max(axis=2), 40 / 55)
+    assert np.allclose(shares_PLE.max(axis=2), 40 / 71)
     assert (shares_PLE[0].argmax(axis=1) != shares_PLE[1].argmax(axis=1)).any()
 
 
