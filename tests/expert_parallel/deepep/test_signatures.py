@@ -6,7 +6,8 @@ never imported. `EARLIER_LACKS`: arguments of the V1 constructor that tag v1.2.1
 
 import inspect
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib import util
 from pathlib import Path
@@ -202,19 +203,23 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it():
         load_library()
 
 
-def test_a_package_that_breaks_on_import_says_why(tmp_path, monkeypatch):
-    (tmp_path / "deep_ep.py").write_text("import libcudart_of_another_machine\n")
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Iterator[Path]:
+    """The source of a package of that name, which nobody has imported, and nobody has afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("deep_ep", None)
+    yield tmp_path / "deep_ep.py"
+    sys.modules.pop("deep_ep", None)
+
+
+def test_a_package_that_breaks_on_import_says_why(package):
+    package.write_text("import libcudart_of_another_machine\n")
     with pytest.raises(UserError, match="installed but cannot be imported.*libcudart_of_another_machine"):
         load_library()
 
 
-def test_an_installed_package_is_taken_as_it_is(tmp_path, monkeypatch):
-    (tmp_path / "deep_ep.py").write_text(
-        "import torch\n__version__ = '1.2.1'\ntopk_idx_t = torch.int32\nclass Buffer: pass\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "deep_ep", raising=False)
+def test_an_installed_package_is_taken_as_it_is(package):
+    package.write_text("import torch\n__version__ = '1.2.1'\ntopk_idx_t = torch.int32\nclass Buffer: pass\n")
     library = load_library()
     assert library.version == "1.2.1"
     assert library.topk_idx_dtype == torch.int32
