@@ -180,11 +180,16 @@ def _all_reduce(setting: Setting, machine: Machine, constants: Constants) -> Cal
     return lambda num_bytes: start + per_byte * num_bytes
 
 
-def _bulk(machine: Machine, constants: Constants) -> Callable[[float, bool], float]:
+def bulk_rates(machine: Machine, constants: Constants) -> tuple[float, float]:
+    """Bytes/s of a copy between devices of one node, and of two (over RDMA where there is)."""
     c, hardware = constants.collective, machine.hardware
     near = hardware.scaleup_bandwidth * c.scaleup_share
-    far = near if hardware.rdma_bandwidth is None else hardware.rdma_bandwidth * c.bulk_share
-    return lambda num_bytes, local: c.bulk_start + num_bytes / (near if local else far)
+    return near, near if hardware.rdma_bandwidth is None else hardware.rdma_bandwidth * c.bulk_share
+
+
+def _bulk(machine: Machine, constants: Constants) -> Callable[[float, bool], float]:
+    start, (near, far) = constants.collective.bulk_start, bulk_rates(machine, constants)
+    return lambda num_bytes, local: start + num_bytes / (near if local else far)
 
 
 def distinct_nodes(model: ModelSpec, setting: Setting) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_runtime.spec.kv import kv_spec
+from moe_runtime.virtual.cost.links import bulk_rates
 from moe_runtime.virtual.search.option import Option
 from moe_runtime.virtual.search.query import Objectives, Query, Workload
 from moe_runtime.virtual.search.room import BLOCK_TOKENS
@@ -161,14 +162,10 @@ def _pair(
 
 def link_rate(query: Query) -> float:
     """Requests/s whose KV one rank can send or receive."""
-    model, hardware = query.model, query.machine.hardware
+    model = query.model
     token = kv_spec(model, block_tokens=BLOCK_TOKENS, dtype=model.dtype).token_bytes
-    collective = query.known.collective
-    if hardware.rdma_bandwidth is None:
-        rate = hardware.scaleup_bandwidth * collective.scaleup_share
-    else:
-        rate = hardware.rdma_bandwidth * collective.bulk_share
-    return rate / (token * query.workload.input)
+    _, between_nodes = bulk_rates(query.machine, query.known)
+    return between_nodes / (token * query.workload.input)
 
 
 def useful(options: Iterable[Option]) -> list[Option]:

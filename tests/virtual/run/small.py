@@ -1,32 +1,14 @@
 """A plan of eight H100 and a trace, small enough to simulate in a blink."""
 
+from dataclasses import replace
+
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.plan.effective import EffectivePlan
-from moe_runtime.spec.model import GqaSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec
 from moe_runtime.virtual.cluster.requests import VirtualRequest
 from tests.plan.plans import effective
+from tests.spec.model_specs import SMALL_QWEN
 
-MODEL = ModelSpec(
-    family="qwen3_moe",
-    vocab_size=1000,
-    hidden=512,
-    num_layers=4,
-    max_positions=4096,
-    norm_eps=1e-6,
-    attention=GqaSpec(num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=True),
-    rope=RopeSpec(dim=64, theta=1e4, interleaved=False),
-    moe=MoeSpec(
-        num_experts=32,
-        intermediate=256,
-        shared_intermediate=0,
-        router=RouterSpec(top_k=4, scoring="softmax", correction_bias=False),
-    ),
-    moe_layers=(1, 2, 3),
-    dense_intermediate=1024,
-    tie_embeddings=False,
-    dtype="bfloat16",
-    eos_token_ids=(1,),
-)
+MODEL = replace(SMALL_QWEN, vocab_size=1000, num_layers=4, moe_layers=(1, 2, 3), tie_embeddings=False)
 PLAN = """\
 model: {path: checkpoint}
 cluster: {nodes: 1, ranks_per_node: 8, device: cuda, hardware: h100-sxm}
