@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.topics import Load, Play, folded, vocabularies  # noqa: E402
 from moe_runtime.checkpoint.make import make_checkpoint  # noqa: E402
 from moe_runtime.engine.agree import StepKind  # noqa: E402
-from moe_runtime.engine.balancing.load import step_balancedness  # noqa: E402
+from moe_runtime.engine.balancing.merge import step_balancedness  # noqa: E402
 from moe_runtime.models.families.registry import read_spec  # noqa: E402
 from moe_runtime.placement.placement import Placement  # noqa: E402
 from moe_runtime.report.machine import read_commit  # noqa: E402

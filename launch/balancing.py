@@ -9,7 +9,8 @@ from moe_runtime.engine.balancing.agent import Balancing
 from moe_runtime.engine.balancing.controller import Controller, Settings
 from moe_runtime.engine.balancing.courier import Staging
 from moe_runtime.engine.balancing.desk import ExpertDesk
-from moe_runtime.engine.balancing.load import ExpertLoad, LoadMerge, WindowMeter
+from moe_runtime.engine.balancing.load import ExpertLoad, WindowMeter
+from moe_runtime.engine.balancing.merge import LoadMerge
 from moe_runtime.engine.balancing.mover import Mover
 from moe_runtime.engine.balancing.registry import ExpertRegistry
 from moe_runtime.engine.balancing.reload import Reloader

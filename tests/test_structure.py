@@ -19,6 +19,11 @@ COMMON = ("errors", "files", "shared_memory")
 CONTROL = (
     "scheduler",
     "engine.agree",
+    "engine.balancing.controller",
+    "engine.balancing.merge",
+    "engine.balancing.thinker",
+    "engine.balancing.units",
+    "engine.balancing.wire",
     "engine.limits",
     "engine.watchers",
     "engine.promises",

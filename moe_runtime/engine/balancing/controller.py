@@ -12,9 +12,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_runtime.engine.balancing.load import LoadMerge, MergedWindow
-from moe_runtime.engine.balancing.mover import Mover
-from moe_runtime.engine.balancing.solver import Answer, Question
+from moe_runtime.engine.balancing.merge import LoadMerge, MergedWindow
+from moe_runtime.engine.balancing.thinker import Answer, Question
 from moe_runtime.engine.balancing.wire import NewPlacement, WindowLoads
 from moe_runtime.placement.placement import FULL_RANGE, Placement
 from moe_runtime.placement.stages import starts_by_slot
@@ -25,11 +24,15 @@ log = logging.getLogger("moe_runtime.balancing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Of the plan. `to_fill`: slots that a placement may fill, all ranks together."""
+    """Of the plan. `to_fill`: slots that a placement may fill, all ranks together; `nodes` and `groups` as in
+    Question.
+    """
 
     to_fill: int
     horizon_windows: float
     min_gain: float
+    nodes: int = 1
+    groups: int = 1
 
 
 class Solver(Protocol):
@@ -42,6 +45,25 @@ class Solver(Protocol):
     def restart(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Mover(Protocol):
+    """Moves experts in its own time: `mover.Mover` of rank 0. `slot_bytes` of one expert in a layer."""
+
+    placement: Placement
+
+    @property
+    def busy(self) -> bool: ...
+
+    @property
+    def slot_bytes(self) -> int: ...
+
+    @property
+    def seconds_per_byte(self) -> float: ...
+
+    def aim(self, message: NewPlacement, now: float) -> None: ...
+
+    def give_up(self, reason: str) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,10 +155,12 @@ class Controller:
             to_fill=self.settings.to_fill,
             seconds_per_pair=self._seconds_per_pair,
             seconds_per_byte=self.mover.seconds_per_byte,
-            expert_bytes=self.mover.registry.slot_bytes,
+            expert_bytes=self.mover.slot_bytes,
             horizon_windows=self.settings.horizon_windows,
             min_gain=self.settings.min_gain,
             force=self._forced,
+            nodes=self.settings.nodes,
+            groups=self.settings.groups,
         )
 
     # -- inside -------------------------------------------------------------------------------

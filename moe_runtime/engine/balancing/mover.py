@@ -18,27 +18,17 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-
 from moe_runtime.engine.agree import NO_OFFER, MoveOffer, MoveOrder, MovePhase
 from moe_runtime.engine.balancing.courier import PIECE_BYTES, Courier, Piece, Staging, pieces
 from moe_runtime.engine.balancing.registry import ExpertRegistry
+from moe_runtime.engine.balancing.units import Unit, units_of
 from moe_runtime.engine.balancing.wire import NewPlacement
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.placement.placement import Placement
-from moe_runtime.placement.stages import layers_that_differ, with_layers
+from moe_runtime.placement.stages import with_layers
 
 TICKETS = 1 << 20  # units that an attempt may have
 log = logging.getLogger("moe_runtime.balancing")
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Layers that are committed together; moves int64 [3, M] of the first: layer, slot, source slot."""
-
-    layers: tuple[int, ...]
-    moves_3M: NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -136,6 +126,11 @@ class Mover:
             self.courier.give(pieces(self.staging[neighbour], slot, parts, 0, size))
 
     @property
+    def slot_bytes(self) -> int:
+        """Of one expert in a layer."""
+        return self.registry.slot_bytes
+
+    @property
     def seconds_per_byte(self) -> float:
         """Of the copies made so far."""
         return self.courier.seconds / max(self.courier.num_bytes, 1)
@@ -205,14 +200,3 @@ class Mover:
         self._attempt, self.failed = None, ""
         self._waiting.clear()
         self.courier.drop()
-
-
-def units_of(current: Placement, target: Placement, moves_3M: NDArray[np.int64]) -> list[Unit]:
-    """The units of an attempt, in order; empty where the placements are alike.
-
-    `moves` int64 [3, M] as `plan_migration` gives them, sorted by layer.
-    """
-    moved, split = layers_that_differ(current, target)
-    nothing = np.zeros((3, 0), np.int64)
-    first = [Unit(tuple(split), nothing)] if split else []
-    return first + [Unit((layer,), moves_3M[:, moves_3M[0] == layer]) for layer in moved]

@@ -8,9 +8,9 @@ import pytest
 from numpy.typing import NDArray
 
 from moe_runtime.engine.balancing.controller import SOLVER_SECONDS, Controller, Settings, slot_skew
-from moe_runtime.engine.balancing.load import LoadMerge, MergedWindow
-from moe_runtime.engine.balancing.registry import ExpertRegistry
-from moe_runtime.engine.balancing.solver import Answer, Question, SolverProcess, Thinker
+from moe_runtime.engine.balancing.merge import LoadMerge, MergedWindow
+from moe_runtime.engine.balancing.solver import SolverProcess
+from moe_runtime.engine.balancing.thinker import Answer, Question, Thinker
 from moe_runtime.engine.balancing.wire import NewPlacement
 from moe_runtime.placement.placement import Placement, linear
 
@@ -28,9 +28,7 @@ class FakeMover:
     gave_up: list[str] = field(default_factory=list)
     targets: list[NewPlacement] = field(default_factory=list)
     seconds_per_byte: float = 1e-10
-    registry: ExpertRegistry = field(
-        default_factory=lambda: ExpertRegistry(((("w", np.zeros((9, 1000), np.uint8)),),))
-    )
+    slot_bytes: int = 1000
 
     def aim(self, message: NewPlacement, now: float) -> None:
         self.targets.append(message)
@@ -83,7 +81,7 @@ class Bench:
             merge=LoadMerge(RANKS, LAYERS, EXPERTS),
             solver=self.solver,
             settings=Settings(to_fill=EXPERTS + 4, horizon_windows=256.0, min_gain=0.01),
-            mover=self.mover,  # type: ignore[arg-type]
+            mover=self.mover,
             send=self.sent.append,
             started=0.0,
         )

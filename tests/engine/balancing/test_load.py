@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from moe_runtime.engine.balancing.load import ExpertLoad, LoadMerge, WindowMeter, step_balancedness
+from moe_runtime.engine.balancing.load import ExpertLoad, WindowMeter
+from moe_runtime.engine.balancing.merge import LoadMerge, step_balancedness
 from moe_runtime.engine.balancing.wire import WindowLoads
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.kernels.registry import select

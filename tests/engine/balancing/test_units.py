@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moe_runtime.engine.balancing.mover import units_of
+from moe_runtime.engine.balancing.units import units_of
 from moe_runtime.placement.migration import plan_migration
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.placement.stages import layers_that_differ, starts_by_slot, with_layers
