@@ -109,7 +109,7 @@ class Step:
         """Hidden states [T, H] after all layers."""
         batches = [(self.decoder.embed(context), context) for context in contexts]
         layers = list(self.decoder.layers)
-        return torch.cat(overlap.run(batches, layers, offset=overlap.DECODE_OFFSET, lanes=lanes))
+        return torch.cat(overlap.run(batches, layers, order=overlap.DECODE, lanes=lanes))
 
     @staticmethod
     def _build(scheduler: Scheduler) -> Scheduled:

@@ -92,7 +92,7 @@ def run(decoder: Decoder, parts: Sequence[tuple[StepInputs, StepContext]], *, de
     hidden = overlap.run(
         [(decoder.embed(step), step) for _, step in parts],
         list(decoder.layers),
-        offset=overlap.DECODE_OFFSET if decode_only else overlap.PREFILL_OFFSET,
+        order=overlap.DECODE if decode_only else overlap.PREFILL,
     )
     samples = [_sample(decoder, x_TH, inputs) for x_TH, (inputs, _) in zip(hidden, parts, strict=True)]
     return samples[0] if len(samples) == 1 else _joined(samples)

@@ -1,29 +1,43 @@
 """Drives one or two micro-batches through the layers, stage by stage.
 
-A layer is a generator that yields where its micro-batch waits for the network; with two
-micro-batches the other one computes there. All layers have the same stages on all ranks, so
-every rank issues its transfers in the same order. The order of stages is data: how many stages
-the second micro-batch stays behind the first.
+A layer is a generator that may be left where its micro-batch waits for the network; with two
+micro-batches the other one computes there. Both go through the same layers in the same order, so
+every rank issues its transfers in the same order. The order is data: at which places the
+micro-batches take turns, and how many stages the second stays behind the first.
 """
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from torch import Tensor
 
 from moe_runtime.models.context import StepContext
+from moe_runtime.models.layer import Cut
 
-# Prefill: stage by stage. Decode: two stages behind, so that attention (in two parts) of one
-# micro-batch runs beside dispatch, experts and combine of the other.
-PREFILL_OFFSET = 0
-DECODE_OFFSET = 2
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where a stage ends ("layer": with each layer), and how many the second micro-batch stays behind."""
+
+    cuts: frozenset[Cut | Literal["layer"]]
+    behind: int
+
+
+# Prefill: two stages a layer, up to the dispatch and up to the combine. One's rows travel beside the other's
+# attention and its results beside the other's experts; whoever has its results back goes on with the next
+# layer. Dense layers before the first dispatch are run by one micro-batch while the other's rows travel.
+PREFILL = Order(cuts=frozenset({"dispatch", "combine"}), behind=0)
+# Decode: two of five stages behind, so that attention (in two parts) of one micro-batch runs beside dispatch,
+# experts and combine of the other.
+DECODE = Order(cuts=frozenset({"attention", "dispatch", "shared", "combine", "layer"}), behind=2)
 
 
 class Layer(Protocol):
-    """A decoder layer: five stages, four yields (per round), the new hidden state returned."""
+    """A decoder layer: yields the places where it may be left, and returns the new hidden state."""
 
-    def __call__(self, x_TH: Tensor, step: StepContext) -> Generator[None, None, Tensor]: ...
+    def __call__(self, x_TH: Tensor, step: StepContext) -> Generator[Cut, None, Tensor]: ...
 
 
 class Lanes(Protocol):
@@ -55,17 +69,17 @@ def run(
     batches: Sequence[tuple[Tensor, StepContext]],
     layers: Sequence[Layer],
     *,
-    offset: int = 0,
+    order: Order = PREFILL,
     lanes: Lanes = ONE_LANE,
 ) -> list[Tensor]:
     """COLLECTIVE: hidden states after all layers, one per micro-batch.
 
-    With two, the second runs `offset` stages behind the first. Raises what a stage raises.
+    With two, they take turns in `order`. Raises what a stage raises.
     """
     results: dict[int, Tensor] = {}
-    stages = [_stages(index, x_TH, step, layers) for index, (x_TH, step) in enumerate(batches)]
+    stages = [_stages(index, x_TH, step, layers, order) for index, (x_TH, step) in enumerate(batches)]
     with lanes.both():
-        for _ in range(offset if len(stages) > 1 else 0):
+        for _ in range(order.behind if len(stages) > 1 else 0):
             _advance(stages, 0, results, lanes)
         while len(results) < len(stages):
             for index in range(len(stages)):
@@ -74,20 +88,21 @@ def run(
 
 
 def _stages(
-    micro_batch: int, x_TH: Tensor, step: StepContext, layers: Sequence[Layer]
+    micro_batch: int, x_TH: Tensor, step: StepContext, layers: Sequence[Layer], order: Order
 ) -> Generator[None, None, Tensor]:
     """All stages of all layers: a yield after each but the last of all."""
     for number, layer in enumerate(layers):
-        stages = layer(x_TH, step)
+        places = layer(x_TH, step)
         while True:
             step.clock.at(micro_batch, number)
             try:
-                next(stages)
+                place = next(places)
             except StopIteration as done:
                 x_TH = done.value
                 break
-            yield
-        if number + 1 < len(layers):
+            if place in order.cuts:
+                yield
+        if "layer" in order.cuts and number + 1 < len(layers):
             yield
     return x_TH
 

@@ -1,15 +1,15 @@
-"""Decoder layers as generators: `yield` marks where a micro-batch waits for the network.
+"""Decoder layers as generators: a `yield` names a place where the other micro-batch may take over.
 
-Every layer, dense ones included, has five stages and four yields, so that two micro-batches stay
-aligned: attention-1 | attention-2, route, dispatch | shared experts | experts, combine | finish.
-With several dispatch rounds the last three yields come once per round. Transport and tables are
-given at construction; a layer knows nothing of ranks. T rows, H hidden, K top-k.
+A MoE layer has five stages: attention-1 | attention-2, route, dispatch | shared experts | experts, combine |
+finish. With several dispatch rounds the last three yields come once per round. A dense layer has nothing to
+send and is one stage. Which places are used, and in which order, is the driver's matter. Transport and
+tables are given at construction; a layer knows nothing of ranks. T rows, H hidden, K top-k.
 
 A layer owns the hidden state it is given: it adds to it in place and returns it.
 """
 
 from collections.abc import Generator, Iterator
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from moe_runtime.models.parameters import Weight
 from moe_runtime.models.rope import Rope
 from moe_runtime.spec.model import MlaSpec, ModelSpec
 
-Stages = Generator[None, None, Tensor]
+# Where a layer may be left: behind the first half of attention, a dispatch, the shared experts, a combine.
+Cut = Literal["attention", "dispatch", "shared", "combine"]
+Stages = Generator[Cut, None, Tensor]
 
 
 class SlotChooser(Protocol):
@@ -61,7 +63,7 @@ class DecoderLayer(nn.Module):
 
 
 class DenseLayer(DecoderLayer):
-    """A layer with a plain MLP: it has nothing to send, and yields all the same."""
+    """A layer with a plain MLP: it has nothing to send, and is one stage."""
 
     def __init__(
         self, spec: ModelSpec, layer: int, *, rope: Rope, ops: Ops, dtype: torch.dtype, device: torch.device
@@ -77,16 +79,10 @@ class DenseLayer(DecoderLayer):
         clock = step.clock
         clock.enter("attention")
         q = self.attention.project(self._norm(x_TH, self.input_norm), step)
-        yield
-        clock.enter("attention")
         x_TH = self.attention.attend(q, step, add_to=x_TH)
         clock.enter("other")
-        h_TH = self._norm(x_TH, self.post_attention_norm)
-        yield
-        clock.enter("other")
-        x_TH = self.mlp(h_TH, add_to=x_TH)
-        yield
-        yield
+        x_TH = self.mlp(self._norm(x_TH, self.post_attention_norm), add_to=x_TH)
+        yield from ()  # a generator all the same, without a place to leave it
         return x_TH
 
 
@@ -118,7 +114,7 @@ class MoeLayer(DecoderLayer):
         clock, moe, buffer = step.clock, self.moe, self._by_mode[step.dispatch_mode]
         clock.enter("attention")
         q = self.attention.project(self._norm(x_TH, self.input_norm), step)
-        yield
+        yield "attention"
         clock.enter("attention")
         x_TH = self.attention.attend(q, step, add_to=x_TH)
         clock.enter("routing")
@@ -130,18 +126,18 @@ class MoeLayer(DecoderLayer):
             slot_ids_TK = self._slots.choose(route.expert_ids_TK[part], step)
             clock.enter("dispatch")
             dispatched = buffer.dispatch(h_TH[part], slot_ids_TK, route.weights_TK[part])
-            yield
+            yield "dispatch"
             clock.enter("experts")
             if index == 0 and moe.shared_experts is not None:  # hidden behind the dispatch
                 x_TH = moe.shared_experts(h_TH, add_to=x_TH)
-            yield
+            yield "shared"
             clock.enter("dispatch")
             rows = dispatched.wait()
             clock.enter("experts")
             y = moe.experts(rows)
             clock.enter("combine")
             combined = buffer.combine(y, rows)
-            yield
+            yield "combine"
             clock.enter("combine")
             x_TH[part] += combined.wait()
         clock.enter("other")

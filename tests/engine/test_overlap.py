@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 from collections.abc import Generator
 from operator import attrgetter
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from moe_runtime.engine import overlap, split
 from moe_runtime.engine.agree import AgreeLimits, OverlapReason, StepProposal, agree, step_tokens
 from moe_runtime.engine.overlap_policy import MIN_OBSERVATIONS, OverlapModel
 from moe_runtime.models.context import NoClock
+from moe_runtime.models.layer import Cut
 from moe_runtime.report.records import OVERLAP_REASONS
 from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
 from moe_runtime.scheduler.sequences import make_sequence
@@ -117,16 +119,19 @@ def test_split_steps_give_the_same_tokens_on_the_fake_device(chunk):
 
 
 class TracedLayer:
-    """A layer of five stages that writes down who runs what."""
+    """A layer of five stages, or a dense one of one stage, that writes down who runs what."""
 
-    def __init__(self, number: int, log: list) -> None:
+    CUTS: ClassVar[tuple[Cut, ...]] = ("attention", "dispatch", "shared", "combine")
+
+    def __init__(self, number: int, log: list, *, dense: bool = False) -> None:
         self.number, self.log = number, log
+        self.cuts = () if dense else self.CUTS
 
-    def __call__(self, x_TH: Tensor, step) -> Generator[None, None, Tensor]:
-        for stage in range(5):
-            self.log.append((int(x_TH[0, 0]), self.number, stage))
-            if stage < 4:
-                yield
+    def __call__(self, x_TH: Tensor, step) -> Generator[Cut, None, Tensor]:
+        for cut in self.cuts:
+            self.log.append((int(x_TH[0, 0]), self.number, cut))
+            yield cut
+        self.log.append((int(x_TH[0, 0]), self.number, "end"))
         return x_TH
 
 
@@ -134,26 +139,44 @@ class Step:
     clock = NoClock()
 
 
-@pytest.mark.parametrize(("offset", "lead"), [(0, 0), (2, 2), (4, 4)])
-def test_the_order_of_stages_is_data(offset, lead):
+def order_of_stages(order: overlap.Order, layers: int, dense: int = 0) -> list[tuple[int, int, str]]:
     log: list = []
-    layers = [TracedLayer(n, log) for n in range(3)]
+    made = [TracedLayer(n, log, dense=n < dense) for n in range(layers)]
     batches = [(torch.full((1, 1), float(b)), Step()) for b in range(2)]
-    results = overlap.run(batches, layers, offset=offset)  # type: ignore[arg-type]
+    results = overlap.run(batches, made, order=order)  # type: ignore[arg-type]
     assert [int(r[0, 0]) for r in results] == [0, 1]
-    order = {b: [(layer, stage) for batch, layer, stage in log if batch == b] for b in range(2)}
-    assert order[0] == order[1] == list(itertools.product(range(3), range(5)))
-    # While both run, the first is `lead` stages ahead when the second begins a stage.
+    whole = [(n, c) for n in range(layers) for c in (*made[n].cuts, "end")]
+    assert all([(n, c) for batch, n, c in log if batch == b] == whole for b in range(2))
+    return log
+
+
+@pytest.mark.parametrize("behind", [0, 2, 4])
+def test_the_order_of_stages_is_data(behind):
+    log = order_of_stages(overlap.Order(overlap.DECODE.cuts, behind), layers=3)
+    # While both run, the first is `behind` stages ahead when the second begins a stage.
     ahead = 0
-    for batch, _, _ in log[: len(log) - lead]:
+    for batch, _, _ in log[: len(log) - behind]:
         ahead += 1 if batch == 0 else -1
-        assert 0 <= ahead <= lead + 1
-    assert [b for b, _, _ in log[:lead]] == [0] * lead
+        assert 0 <= ahead <= behind + 1
+    assert [b for b, _, _ in log[:behind]] == [0] * behind
+
+
+def test_prefill_turns_at_transfers_only():
+    """Nobody waits for the other's results before it goes on with its own, dense layers included."""
+    log = order_of_stages(overlap.PREFILL, layers=3, dense=1)
+    turns = [batch for batch, _ in itertools.groupby(log, key=lambda entry: entry[0])]
+    up_to_dispatch, up_to_combine = [(1, "attention"), (1, "dispatch")], [(1, "shared"), (1, "combine")]
+    assert [(n, c) for _, n, c in log[:7]] == [(0, "end"), *up_to_dispatch] * 2 + up_to_combine[:1]
+    assert turns == [0, 1] * 5, "a turn each up to both transfers of two layers, and to the end"
+    # Results are taken and the next layer begun in one turn.
+    assert [entry for entry in log if entry[:2] == (0, 1)][-1] == (0, 1, "end")
+    after = log.index((0, 1, "end"))
+    assert log[after : after + 3] == [(0, 1, "end"), (0, 2, "attention"), (0, 2, "dispatch")]
 
 
 def test_an_error_in_a_stage_comes_out():
     def broken(x_TH, step):
-        yield
+        yield "dispatch"
         raise ArithmeticError("stage")
 
     with pytest.raises(ArithmeticError, match="stage"):

@@ -26,7 +26,7 @@ def test_a_slow_link_is_hidden_and_nothing_changes(tmp_path):
         half = len(prompts) // micro_batches
         parts = [{s: p for s, p in prompts.items() if s // half == i} for i in range(micro_batches)]
         batches = [(decoder.embed(c), c) for c in (rank.context({}, part) for part in parts)]
-        link.computed_meanwhile = 0.0
+        link.reset(link.seconds_per_row)
         began, computed = time.perf_counter(), time.thread_time()
         hidden = overlap.run(batches, list(decoder.layers))
         computed = time.thread_time() - computed

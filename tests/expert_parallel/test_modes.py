@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime.checkpoint import shapes
 from moe_runtime.checkpoint.make import make_checkpoint
-from moe_runtime.engine.overlap import DECODE_OFFSET, PREFILL_OFFSET
+from moe_runtime.engine.overlap import DECODE, PREFILL
 from moe_runtime.expert_parallel.buffer import Buffer, Buffers
 from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.masked import MaskedBuffer
@@ -101,23 +101,23 @@ def generate(
         window.close()
 
 
-@pytest.mark.parametrize("offset", [None, PREFILL_OFFSET, DECODE_OFFSET], ids=["plain", "prefill", "decode"])
+@pytest.mark.parametrize("order", [None, PREFILL, DECODE], ids=["plain", "prefill", "decode"])
 @pytest.mark.parametrize("modes", [("low_latency", "low_latency"), PER_STEP], ids=["masked", "per_step"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_the_dispatch_mode_changes_no_token(folder, reference, ranks, modes, offset):
+def test_the_dispatch_mode_changes_no_token(folder, reference, ranks, modes, order):
     course = Course(
-        steps=STEPS, rounds=2, round_tokens=ROUND_TOKENS, offset=offset, prefill=modes[0], decode=modes[1]
+        steps=STEPS, rounds=2, round_tokens=ROUND_TOKENS, order=order, prefill=modes[0], decode=modes[1]
     )
     found = generate(folder, ranks, course, slots=False, redundant=0)
     assert found == [reference[r] for r in range(ranks)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "redundant", "offset"),
-    [(1, 0, None), (2, 0, DECODE_OFFSET), (2, 4, None), (4, 0, None), (4, 7, PREFILL_OFFSET)],
+    ("ranks", "redundant", "order"),
+    [(1, 0, None), (2, 0, DECODE), (2, 4, None), (4, 0, None), (4, 7, PREFILL)],
 )
-def test_shared_experts_in_slots_change_no_token(folder, reference, ranks, redundant, offset):
-    course = Course(steps=STEPS, rounds=2, round_tokens=ROUND_TOKENS, offset=offset)
+def test_shared_experts_in_slots_change_no_token(folder, reference, ranks, redundant, order):
+    course = Course(steps=STEPS, rounds=2, round_tokens=ROUND_TOKENS, order=order)
     grouped = generate(folder, ranks, course, slots=True, redundant=redundant)
     assert grouped == [reference[r] for r in range(ranks)]
     masked = replace(course, prefill="low_latency", decode="low_latency")

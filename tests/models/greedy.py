@@ -17,7 +17,7 @@ class Course:
     """How the steps run, the same on every rank.
 
     steps         in all; `rounds` of `round_tokens` rows each
-    offset        of two micro-batches (the first sequence, and all others); None: one
+    order         of two micro-batches (the first sequence, and all others); None: one
     prefill       dispatch mode of the first step
     decode        and of those after it
     """
@@ -25,7 +25,7 @@ class Course:
     steps: int
     rounds: int = 1
     round_tokens: int = 0
-    offset: int | None = None
+    order: overlap.Order | None = None
     prefill: DispatchMode = "normal"
     decode: DispatchMode = "normal"
 
@@ -64,7 +64,7 @@ def _step(
 ) -> Tensor:
     """Logits of all rows."""
     decode, prefill = decode or {}, prefill or {}
-    if course.offset is None:
+    if course.order is None:
         return rank.step(decode, prefill)
     halves = [
         rank.context(
@@ -75,7 +75,5 @@ def _step(
     ]
     decoder = rank.decoder
     with torch.inference_mode():
-        done = overlap.run(
-            [(decoder.embed(h), h) for h in halves], list(decoder.layers), offset=course.offset
-        )
+        done = overlap.run([(decoder.embed(h), h) for h in halves], list(decoder.layers), order=course.order)
         return torch.cat([decoder.logits(x_TH) for x_TH in done])

@@ -128,8 +128,8 @@ def test_an_idle_rank_takes_part(model):
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_every_layer_has_the_same_stages(model, rounds):
-    """Four yields, three more per further round in layers that dispatch; and phases in order."""
+def test_layers_may_be_left_around_their_transfers(model, rounds):
+    """Once in attention, three times a round, not at all in dense layers; and phases in order."""
     rank = Rank(model.decoder, rounds=rounds, round_tokens=8)
     step = rank.context({}, {0: prompt(17)})
     phases: list[str] = []
@@ -137,16 +137,15 @@ def test_every_layer_has_the_same_stages(model, rounds):
     x_TH = model.decoder.embed(step)
     for index, layer in enumerate(model.decoder.layers):
         phases.clear()
-        stages, yields = layer(x_TH, step), 0
+        stages, places = layer(x_TH, step), []
         while True:
             try:
-                next(stages)
-                yields += 1
+                places.append(next(stages))
             except StopIteration as stop:
                 x_TH = stop.value
                 break
         moe = index in model.decoder.spec.moe_layers
-        assert yields == (1 + 3 * rounds if moe else 4)
+        assert places == (["attention", *["dispatch", "shared", "combine"] * rounds] if moe else [])
         assert x_TH.shape == (17, 32)
         if moe:
             one_round = ["routing", "dispatch", "experts", "dispatch", "experts", "combine", "combine"]

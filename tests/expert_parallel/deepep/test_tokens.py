@@ -10,7 +10,7 @@ import torch
 
 from moe_runtime.checkpoint import shapes
 from moe_runtime.checkpoint.make import make_checkpoint
-from moe_runtime.engine.overlap import DECODE_OFFSET, PREFILL_OFFSET
+from moe_runtime.engine.overlap import DECODE, PREFILL
 from moe_runtime.expert_parallel.deepep.elastic import ElasticRowsBuffer
 from moe_runtime.expert_parallel.deepep.modes import open_buffers
 from moe_runtime.expert_parallel.deepep.shape import Shape
@@ -44,17 +44,17 @@ def open_mode(mode, shape, group):
 
 
 @pytest.mark.parametrize(
-    ("mode", "hidden", "offset", "redundant", "shared_slots"),
+    ("mode", "hidden", "order", "redundant", "shared_slots"),
     [
         ("normal", 256, None, 4, False),
-        ("normal", 256, PREFILL_OFFSET, 3, True),
+        ("normal", 256, PREFILL, 3, True),
         ("low_latency", 2048, None, 0, False),
-        ("low_latency", 2048, DECODE_OFFSET, 1, True),
-        ("elastic", 256, DECODE_OFFSET, 3, True),
+        ("low_latency", 2048, DECODE, 1, True),
+        ("elastic", 256, DECODE, 3, True),
     ],
 )
 def test_greedy_tokens_are_those_of_one_rank(
-    mode, hidden, offset, redundant, shared_slots, tmp_path, monkeypatch
+    mode, hidden, order, redundant, shared_slots, tmp_path, monkeypatch
 ):
     """Also as two micro-batches, whose transfers share DeepEP's buffers, and with shared experts in slots."""
     folder = tmp_path / "checkpoint"
@@ -73,7 +73,7 @@ def test_greedy_tokens_are_those_of_one_rank(
         steps=STEPS,
         rounds=ROUNDS,
         round_tokens=ROUND_TOKENS,
-        offset=offset,
+        order=order,
         prefill=dispatch,
         decode=dispatch,
     )
