@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moe_runtime.kernels import shapes
+from moe_runtime.kernels.mla_prefill.forms import LatentSizes, expanded_operations
 from moe_runtime.kernels.shapes import ModelShape
 
 Rate = Literal["bf16", "fp8"]
@@ -84,15 +85,20 @@ def mla_decode(model: ModelShape, sequences: int, context: int, *, packed: bool 
 
 def mla_prefill(model: ModelShape, tokens: int, context: int) -> Work:
     """One sequence: `tokens` new ones against themselves (half of them on average) and `context` before."""
+    sizes = LatentSizes(
+        heads=model.heads,
+        nope=model.nope_dim,
+        rope=model.rope_dim,
+        value=model.value_dim,
+        rank=model.latent_rank,
+    )
     per_head = model.nope_dim + model.rope_dim + model.value_dim
-    expand = 2 * (tokens + context) * model.latent_rank * model.heads * (model.nope_dim + model.value_dim)
-    seen = tokens * (context + tokens / 2)
     entries = (tokens + context) * (model.latent_rank + model.rope_dim)
     return Work(
         operation="mla_prefill",
         shape=f"{tokens} after {context} tokens, {model.heads} heads",
         bytes=2 * (entries + tokens * model.heads * per_head),
-        operations=2 * model.heads * seen * per_head + expand,
+        operations=expanded_operations(sizes, tokens, context),
     )
 
 
@@ -107,7 +113,7 @@ def gqa_decode(model: ModelShape, sequences: int, context: int) -> Work:
 
 
 def gqa_prefill(model: ModelShape, tokens: int, context: int) -> Work:
-    """As `mla_prefill`."""
+    """One sequence, as for `mla_prefill`."""
     seen = tokens * (context + tokens / 2)
     entries = 2 * (tokens + context) * model.kv_heads
     return Work(

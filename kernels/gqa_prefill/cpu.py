@@ -7,8 +7,7 @@ from torch import Tensor
 
 from moe_runtime.kernels.gqa_decode.reference import split_heads
 from moe_runtime.kernels.mla_decode.cpu import masked_softmax
-from moe_runtime.kernels.mla_prefill.cpu import query_blocks
-from moe_runtime.kernels.paged.cpu import PrefillGroup
+from moe_runtime.kernels.paged.cpu import PrefillGroup, query_blocks
 
 
 def gqa_prefill(

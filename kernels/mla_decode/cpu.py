@@ -23,9 +23,7 @@ def mla_decode(
     w_uk, w_uv = split_kv_b(kv_b_proj, q_DAQ, cache_BSE)
     (D, A, Q), (nope, rank), X = q_DAQ.shape, w_uk.shape[1:], cache_BSE.shape[2]
     q_DAE = q_DAQ.new_empty(D, A, rank + Q - nope)
-    absorbed_ADR = torch.bmm(q_DAQ[..., :nope].transpose(0, 1), w_uk)
-    torch.mul(absorbed_ADR.transpose(0, 1), scale, out=q_DAE[..., :rank])
-    torch.mul(q_DAQ[..., nope:], scale, out=q_DAE[..., rank:])
+    absorb_queries(q_DAQ.transpose(0, 1), w_uk, scale, out_ADE=q_DAE.transpose(0, 1))
     flat_cache = cache_BSE.view(-1, X)
     latent_DAR = q_DAQ.new_empty(D, A, rank)
     for group in plan:
@@ -40,6 +38,13 @@ def mla_decode(
             latent_DAR.index_copy_(0, group.members, latent_GAR)
     out_ADV = torch.bmm(latent_DAR.transpose(0, 1), w_uv.transpose(1, 2))
     out_DX.view(D, A, -1).copy_(out_ADV.transpose(0, 1))
+
+
+def absorb_queries(q_ADQ: Tensor, w_uk_AnR: Tensor, scale: float, *, out_ADE: Tensor) -> None:
+    """Queries in the latent's space, then their rope part: what is multiplied with cache entries. Scaled."""
+    nope, rank = w_uk_AnR.shape[1:]
+    torch.mul(torch.bmm(q_ADQ[..., :nope], w_uk_AnR), scale, out=out_ADE[..., :rank])
+    torch.mul(q_ADQ[..., nope:], scale, out=out_ADE[..., rank:])
 
 
 def masked_softmax(scores: Tensor, masked: Tensor | None, sinks: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ gathers the sequence's own first entry: always valid, whereas the entry past a s
 belongs to nobody and may hold anything, NaN included (0 * NaN would reach the output).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,8 @@ from moe_runtime.kernels.paged.reference import Segment
 
 GROUP_ENTRIES = 8192  # gathered cache rows per group: bounds the copy (19 MB of 576 floats)
 MIN_FILL = 0.75  # shortest / longest context of a group
-PREFILL_ENTRIES = 4096  # cache rows expanded at a time
+PREFILL_ENTRIES = 4096  # cache rows gathered at a time
+QUERY_BLOCK = 128  # rows attended at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +35,20 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """A segment within a group: its tokens' entries are gathered rows [first, first + context + n)."""
+    """A segment within a group: its tokens' entries are gathered rows [first, end)."""
 
     start: int
     stop: int
     context: int
     first: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def end(self) -> int:
+        return self.first + self.context + self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,3 +109,17 @@ def plan_prefill(segments: Sequence[Segment], *, block_tokens: int) -> tuple[Pre
     if parts:
         groups.append(PrefillGroup(torch.cat(blocks), tuple(parts)))
     return tuple(groups)
+
+
+def query_blocks(parts: Sequence[PrefillPart]) -> Iterator[tuple[slice, slice, Tensor]]:
+    """(rows of the step, gathered entries they may see, bool [n, n]: what of the last n entries is ahead).
+
+    Rows go in blocks, so that a block's scores span only the tokens up to its last row: less than the
+    full square, and small enough to stay in cache.
+    """
+    for part in parts:
+        for start in range(part.start, part.stop, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, part.stop)
+            last = part.first + part.context + stop - part.start
+            n = stop - start
+            yield slice(start, stop), slice(part.first, last), torch.ones(n, n, dtype=torch.bool).triu(1)

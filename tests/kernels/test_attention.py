@@ -92,11 +92,13 @@ def test_decode(device, lengths):
 
 
 @pytest.mark.parametrize(
-    "chunks", [[(0, 1)], [(0, 5), (3, 4), (8, 1)], [(0, 30), (21, 9), (0, 4), (1, 13)]], ids=str
+    "chunks",
+    [[(0, 1)], [(0, 5), (3, 4), (8, 1)], [(0, 30), (21, 9), (0, 4), (1, 13)], [(6, 2), (0, 7), (2, 3)]],
+    ids=str,
 )
 @pytest.mark.parametrize("query_block", [4, 128])
 def test_prefill(device, chunks, query_block, monkeypatch):
-    monkeypatch.setattr("moe_runtime.kernels.mla_prefill.cpu.QUERY_BLOCK", query_block)
+    monkeypatch.setattr(paged_cpu, "QUERY_BLOCK", query_block)
     before = 2  # decode rows in front, which prefill must leave alone
     for kind in ("mla", "gqa"):
         entry, head, width = (RANK + ROPE, NOPE + ROPE, V) if kind == "mla" else (2 * 2 * 6, 6, 6)

@@ -1,7 +1,7 @@
 """Multi-head latent attention over a paged latent cache.
 
-A cache entry is the normalised latent, then the rotated key that all heads share. Decode rows use
-the absorbed form, prefill rows the expanded one. T rows, D decode rows, H hidden, A heads.
+A cache entry is the normalised latent, then the rotated key that all heads share. Decode rows use the
+absorbed form, prefill rows the one their kernel finds cheaper. T rows, D decode rows, H hidden, A heads.
 Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; numerics follow transformers' modeling_deepseek_v3.
 """
 
