@@ -81,6 +81,7 @@ def make_context(
         rounds=decision.rounds,
         round_tokens=decision.round_tokens,
         dispatch_mode=decision.dispatch_mode,
+        shared_beside=overlap.order_of(decode_only=decision.decode_only).shared_beside,
     )
 
 
@@ -92,7 +93,7 @@ def run(decoder: Decoder, parts: Sequence[tuple[StepInputs, StepContext]], *, de
     hidden = overlap.run(
         [(decoder.embed(step), step) for _, step in parts],
         list(decoder.layers),
-        order=overlap.DECODE if decode_only else overlap.PREFILL,
+        order=overlap.order_of(decode_only=decode_only),
     )
     samples = [_sample(decoder, x_TH, inputs) for x_TH, (inputs, _) in zip(hidden, parts, strict=True)]
     return samples[0] if len(samples) == 1 else _joined(samples)

@@ -13,25 +13,40 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from moe_runtime.models.context import StepContext
+from moe_runtime.models.context import StepContext, Transfer
 from moe_runtime.models.layer import Cut
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Where a stage ends ("layer": with each layer), and how many the second micro-batch stays behind."""
+    """Who runs when.
+
+    cuts           where a stage ends ("layer": with each layer)
+    behind         how many stages the second micro-batch stays behind the first
+    shared_beside  the transfer beside which the shared experts run
+    """
 
     cuts: frozenset[Cut | Literal["layer"]]
     behind: int
+    shared_beside: Transfer
 
 
+# Both as published for DeepSeek-V3.
 # Prefill: two stages a layer, up to the dispatch and up to the combine. One's rows travel beside the other's
-# attention and its results beside the other's experts; whoever has its results back goes on with the next
-# layer. Dense layers before the first dispatch are run by one micro-batch while the other's rows travel.
-PREFILL = Order(cuts=frozenset({"dispatch", "combine"}), behind=0)
+# attention, its results, which are larger, beside the other's experts and its own shared experts; whoever
+# has its results back goes on with the next layer. Dense layers before the first dispatch are run by one
+# micro-batch while the other's rows travel.
+PREFILL = Order(frozenset({"dispatch", "combine"}), behind=0, shared_beside="combine")
 # Decode: two of five stages behind, so that attention (in two parts) of one micro-batch runs beside dispatch,
 # experts and combine of the other.
-DECODE = Order(cuts=frozenset({"attention", "dispatch", "shared", "combine", "layer"}), behind=2)
+DECODE = Order(
+    frozenset({"attention", "dispatch", "shared", "combine", "layer"}), behind=2, shared_beside="dispatch"
+)
+
+
+def order_of(*, decode_only: bool) -> Order:
+    """The order of a step, by its agreed kind."""
+    return DECODE if decode_only else PREFILL
 
 
 class Layer(Protocol):

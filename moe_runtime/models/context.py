@@ -5,12 +5,14 @@ process groups or the plan. T rows, D decode rows, H hidden, B blocks per sequen
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from moe_runtime.spec.limits import DispatchMode
+
+Transfer = Literal["dispatch", "combine"]
 
 
 class Clock(Protocol):
@@ -64,6 +66,7 @@ class StepContext:
     dispatch_mode    whose buffer the MoE layers use, agreed by all ranks
     rounds           dispatch rounds, agreed by all ranks (>= 1)
     round_tokens     rows per round
+    shared_beside    the transfer beside which the shared experts run: the first dispatch or the last combine
     memo             what one layer works out and the others reuse (positions' cos and sin, gather plans)
     """
 
@@ -80,6 +83,7 @@ class StepContext:
     rounds: int
     round_tokens: int
     dispatch_mode: DispatchMode = "normal"
+    shared_beside: Transfer = "dispatch"
     memo: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -1,9 +1,10 @@
 """Decoder layers as generators: a `yield` names a place where the other micro-batch may take over.
 
 A MoE layer has five stages: attention-1 | attention-2, route, dispatch | shared experts | experts, combine |
-finish. With several dispatch rounds the last three yields come once per round. A dense layer has nothing to
-send and is one stage. Which places are used, and in which order, is the driver's matter. Transport and
-tables are given at construction; a layer knows nothing of ranks. T rows, H hidden, K top-k.
+finish. The shared experts may stand before the finish instead. With several dispatch rounds the last three
+yields come once per round. A dense layer has nothing to send and is one stage. Which places are used, and in
+which order, is the driver's matter. Transport and tables are given at construction; a layer knows nothing of
+ranks. T rows, H hidden, K top-k.
 
 A layer owns the hidden state it is given: it adds to it in place and returns it.
 """
@@ -128,8 +129,8 @@ class MoeLayer(DecoderLayer):
             dispatched = buffer.dispatch(h_TH[part], slot_ids_TK, route.weights_TK[part])
             yield "dispatch"
             clock.enter("experts")
-            if index == 0 and moe.shared_experts is not None:  # hidden behind the dispatch
-                x_TH = moe.shared_experts(h_TH, add_to=x_TH)
+            if index == 0 and step.shared_beside == "dispatch":
+                x_TH = moe.share(h_TH, add_to=x_TH)
             yield "shared"
             clock.enter("dispatch")
             rows = dispatched.wait()
@@ -138,6 +139,9 @@ class MoeLayer(DecoderLayer):
             clock.enter("combine")
             combined = buffer.combine(y, rows)
             yield "combine"
+            if index == step.rounds - 1 and step.shared_beside == "combine":
+                clock.enter("experts")
+                x_TH = moe.share(h_TH, add_to=x_TH)
             clock.enter("combine")
             x_TH[part] += combined.wait()
         clock.enter("other")

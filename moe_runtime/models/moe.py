@@ -130,6 +130,10 @@ class MoeBlock(nn.Module):
             else None
         )
 
+    def share(self, h_TH: Tensor, *, add_to: Tensor) -> Tensor:
+        """`add_to` [T, H] plus the shared experts' output, in place; as it is without any."""
+        return add_to if self.shared_experts is None else self.shared_experts(h_TH, add_to=add_to)
+
     def prepare(self) -> None:
         """Pack the weights of all parts."""
         self.router.prepare()

@@ -152,7 +152,7 @@ def order_of_stages(order: overlap.Order, layers: int, dense: int = 0) -> list[t
 
 @pytest.mark.parametrize("behind", [0, 2, 4])
 def test_the_order_of_stages_is_data(behind):
-    log = order_of_stages(overlap.Order(overlap.DECODE.cuts, behind), layers=3)
+    log = order_of_stages(dataclasses.replace(overlap.DECODE, behind=behind), layers=3)
     # While both run, the first is `behind` stages ahead when the second begins a stage.
     ahead = 0
     for batch, _, _ in log[: len(log) - behind]:

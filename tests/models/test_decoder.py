@@ -127,11 +127,13 @@ def test_an_idle_rank_takes_part(model):
     assert Rank(model.decoder, rounds=2, round_tokens=8).step().shape == (0, 512)
 
 
+@pytest.mark.parametrize("beside", ["dispatch", "combine"])
 @pytest.mark.parametrize("rounds", [1, 3])
-def test_layers_may_be_left_around_their_transfers(model, rounds):
+def test_layers_may_be_left_around_their_transfers(model, rounds, beside):
     """Once in attention, three times a round, not at all in dense layers; and phases in order."""
     rank = Rank(model.decoder, rounds=rounds, round_tokens=8)
     step = rank.context({}, {0: prompt(17)})
+    step.shared_beside = beside
     phases: list[str] = []
     step.clock = type("Recorder", (), {"enter": lambda self, phase: phases.append(phase)})()
     x_TH = model.decoder.embed(step)
@@ -149,7 +151,9 @@ def test_layers_may_be_left_around_their_transfers(model, rounds):
         assert x_TH.shape == (17, 32)
         if moe:
             one_round = ["routing", "dispatch", "experts", "dispatch", "experts", "combine", "combine"]
-            assert phases == ["attention", "attention", "routing", *one_round * rounds, "other"]
+            last = ["experts", "combine"] if beside == "combine" else ["combine"]
+            expected = ["attention", "attention", "routing", *one_round * rounds]
+            assert phases == [*expected[:-1], *last, "other"]
 
 
 def test_replicas_change_nothing(model):
