@@ -20,7 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.eplb.order import order_of, pick
+
 REASONS = ("mean", "replicas", "crowding")
+LEAST_GAIN = 1e-3  # by which crowding has to raise the bound to be searched for, relative
 SLACK = 1e-12  # relative; a refutation has to be clearer than rounding
 
 
@@ -41,79 +44,89 @@ def lower_bound(
     slots_per_rank: int,
     slots: int,
     steps: int,
+    tolerance: float = 0.0,
 ) -> Bound:
     """Bound the largest rank load from below.
 
     least_share_L  the smallest possible largest share of a replica (see `replica_counts`)
-    peak_L         the load of a known plan; only layers where it is above the closed bounds are bisected
+    peak_L         the load of a known plan
+    tolerance      layers whose peak is this near the closed bounds, relative, are not searched for a better one
     """
     mean_L = units_LE.sum(axis=1) / ranks
     units_L = np.maximum(mean_L, least_share_L)
     reason_L = np.where(least_share_L > mean_L, 1, 0)
-    open_L = np.flatnonzero(peak_L > units_L * (1 + 1e-3))
+    open_L = np.flatnonzero(peak_L > units_L * (1 + max(tolerance, LEAST_GAIN)))
     if len(open_L) and slots_per_rank > 1:
-        low_L, high_L = units_L[open_L], peak_L[open_L]
-        crowd = _Crowd(units_LE[open_L], ranks, slots_per_rank, slots)
-        for _ in range(steps):
-            middle_L = (low_L + high_L) / 2
-            refuted_L = crowd.refutes(middle_L)
-            low_L = np.where(refuted_L, middle_L, low_L)
-            high_L = np.where(refuted_L, high_L, middle_L)
-        reason_L[open_L] = np.where(low_L > units_L[open_L], 2, reason_L[open_L])
-        units_L[open_L] = low_L
+        crowd = _Crowd(units_LE, ranks, slots_per_rank, slots)
+        low_L, high_L = np.ceil(units_L * (1 + LEAST_GAIN)), peak_L.copy()
+        open_L = open_L[crowd.refutes(low_L[open_L], open_L)]
+        for _ in range(steps if len(open_L) else 0):
+            middle = np.ceil((low_L[open_L] + high_L[open_L]) / 2)
+            refuted = crowd.refutes(middle, open_L)
+            low_L[open_L[refuted]] = middle[refuted]
+            high_L[open_L[~refuted]] = middle[~refuted]
+        units_L[open_L], reason_L[open_L] = low_L[open_L], 2
     return Bound(units_L=units_L, reason_L=reason_L)
 
 
 class _Crowd:
-    """The crowding argument for given T, all layers and all j at once."""
+    """The crowding argument for given T, all layers and all j at once. T is a whole number."""
 
     def __init__(self, units_LE: NDArray[np.float64], ranks: int, slots_per_rank: int, slots: int) -> None:
         self.R, self.N, self.S = ranks, slots_per_rank, slots
         self.units_LE = units_LE
-        self.by_load_LE = units_LE.argsort(axis=1, kind="stable")
+        self.by_load_LE = order_of(units_LE)
 
-    def refutes(self, T_L: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """bool [L]: proven that no plan of the layer has a peak of T or less."""
-        parts_LE = np.maximum(np.ceil(self.units_LE / T_L[:, None] - SLACK), 1.0)
-        rest_LE = self.units_LE - (parts_LE - 1) * T_L[:, None]
-        by_rest = ~self._fits(T_L, parts_LE, rest_LE, rest_LE.argsort(axis=1, kind="stable"))
-        by_load = ~self._fits(T_L, parts_LE, rest_LE, self.by_load_LE)
-        # By load, the others' smallest parts are sorted only as long as each has one part.
-        one_part = np.arange(self.units_LE.shape[1]) <= (parts_LE == 1).sum(axis=1)[:, None]
-        refuted: NDArray[np.bool_] = by_rest.any(axis=1) | (by_load & one_part).any(axis=1)
+    def refutes(self, T_L: NDArray[np.float64], layers: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """bool, an entry per given layer: proven that no plan of it has a peak of T or less."""
+        units_LE, T_L1 = self.units_LE[layers], T_L[:, None]
+        parts_LE = np.maximum(np.ceil(units_LE / T_L1 - SLACK), 1.0)
+        rest_LE = units_LE - (parts_LE - 1) * T_L1
+        refuted: NDArray[np.bool_] = ~self._fits(T_L1, parts_LE, rest_LE, order_of(rest_LE)).all(axis=1)
+        left = np.flatnonzero(~refuted)
+        if len(left):
+            parts_LE, rest_LE = parts_LE[left], rest_LE[left]
+            fits_LE = self._fits(T_L1[left], parts_LE, rest_LE, self.by_load_LE[layers[left]])
+            # By load, the others' smallest parts are sorted only as long as each has one part.
+            fits_LE |= np.arange(units_LE.shape[1]) > (parts_LE == 1).sum(axis=1)[:, None]
+            refuted[left] = ~fits_LE.all(axis=1)
         return refuted
 
     def _fits(
         self,
-        T_L: NDArray[np.float64],
+        T_L1: NDArray[np.float64],
         parts_LE: NDArray[np.float64],
         rest_LE: NDArray[np.float64],
-        order_LE: NDArray[np.intp],
+        order_LE: NDArray[np.int64],
     ) -> NDArray[np.bool_]:
         """bool [L, E]: whether some n fits when H are all but the first i experts of the order."""
         R, N, S = self.R, self.N, self.S
-        L, E = self.units_LE.shape
-        zero = np.zeros((L, 1))
-        light_LE1 = _running(np.take_along_axis(rest_LE, order_LE, axis=1))
-        parts_LE1 = _running(np.take_along_axis(parts_LE, order_LE, axis=1))
-        load = np.take_along_axis(self.units_LE, order_LE, axis=1)
-        heavy_LE1 = np.concatenate([load[:, ::-1].cumsum(axis=1)[:, ::-1], zero], axis=1)
+        L, E = rest_LE.shape
+        light_LE1 = _running(pick(rest_LE, order_LE))
+        parts_LE1 = _running(pick(parts_LE, order_LE))
+        load_LE1 = light_LE1 + (parts_LE1 - np.arange(E + 1)) * T_L1
+        heavy_LE1 = load_LE1[:, -1:] - load_LE1
         most_LE1 = np.minimum(S - parts_LE1, R)  # ranks that can hold one of H
         # n T - heavy - light[q(n)] is concave in n: it is largest at `most`, or where N more of the
         # smallest parts outweigh T, whichever comes first.
-        step = np.full((L, E + 1), np.inf)
+        outweighs = np.ones((L, E + 1), bool)
         if E >= N:
-            step[:, : E - N + 1] = light_LE1[:, N:] - light_LE1[:, : E - N + 1]
-        turn_L1 = (step > T_L[:, None]).argmax(axis=1)[:, None]
-        fits_LE1 = np.zeros((L, E + 1), bool)
-        for whole in (np.floor, np.ceil):
-            n = np.minimum(most_LE1, np.maximum(whole(R - (parts_LE1 - turn_L1) / N), 0))
-            q = np.clip(parts_LE1 - (R - n) * N, 0, np.arange(E + 1)).astype(np.int64)
-            load_there = heavy_LE1 + np.take_along_axis(light_LE1, q, axis=1)
-            fits_LE1 |= n * T_L[:, None] * (1 + SLACK) >= load_there
+            outweighs[:, : E - N + 1] = light_LE1[:, N:] - light_LE1[:, : E - N + 1] > T_L1
+        turn_L1 = outweighs.argmax(axis=1)[:, None]
+        best_LE1 = np.maximum(R - (parts_LE1 - turn_L1) / N, 0)
+        n = np.minimum(most_LE1, np.floor(best_LE1))
+        q = np.minimum(np.maximum(parts_LE1 - (R - n) * N, 0), np.arange(E + 1)).astype(np.int64)
+        room_L1 = T_L1 * (1 + SLACK)
+        fits_LE1 = n * room_L1 >= heavy_LE1 + pick(light_LE1, q)
+        layer, i = np.nonzero(~fits_LE1)  # few: the next larger n for those
+        n = np.minimum(most_LE1[layer, i], np.ceil(best_LE1[layer, i]))
+        q = np.clip(parts_LE1[layer, i] - (R - n) * N, 0, i).astype(np.int64)
+        fits_LE1[layer, i] = n * room_L1[layer, 0] >= heavy_LE1[layer, i] + light_LE1[layer, q]
         return fits_LE1[:, :E]
 
 
 def _running(values_LE: NDArray[np.float64]) -> NDArray[np.float64]:
     """[L, E + 1]: the sum of the first i values."""
-    return np.concatenate([np.zeros((len(values_LE), 1)), values_LE.cumsum(axis=1)], axis=1)
+    out = np.zeros((len(values_LE), values_LE.shape[1] + 1))
+    np.cumsum(values_LE, axis=1, out=out[:, 1:])
+    return out

@@ -10,7 +10,9 @@ class Effort:
     tolerance     relative gap to the larger of the mean load and the least largest share
     pair_rounds   rounds of swaps between heavy and light ranks
     peak_rounds   swaps off the heaviest rank
-    recount       shares sorted in the search for better replica counts (two slots a rank)
+    recounts      replicas passed on in the search for better counts of them (two slots a rank)
+    givers        experts each of them may be taken from
+    patience      pairs after the heaviest that are tried when none of the exchanges for it helps
     sweeps        levelling of split weights
     weighted_rounds  alternations of levelling and swapping, when the split is weighted
     steps         changes on the road from a current plan
@@ -20,7 +22,9 @@ class Effort:
     tolerance: float
     pair_rounds: int
     peak_rounds: int
-    recount: int
+    recounts: int
+    givers: int
+    patience: int
     sweeps: int
     weighted_rounds: int
     steps: int
@@ -32,7 +36,9 @@ EFFORTS = {
         tolerance=0.005,
         pair_rounds=6,
         peak_rounds=48,
-        recount=20_000,
+        recounts=3,
+        givers=4,
+        patience=0,
         sweeps=3,
         weighted_rounds=0,
         steps=64,
@@ -42,7 +48,9 @@ EFFORTS = {
         tolerance=0.0005,
         pair_rounds=16,
         peak_rounds=160,
-        recount=400_000,
+        recounts=40,
+        givers=16,
+        patience=1,
         sweeps=20,
         weighted_rounds=3,
         steps=256,

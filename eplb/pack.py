@@ -8,6 +8,7 @@ the search improves. It costs N sorts of R numbers, all layers at once.
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.eplb.order import order_of, pick
 from moe_runtime.eplb.state import State
 
 
@@ -20,37 +21,42 @@ def first_plan(
     """
     L, E = units_LE.shape
     R, N = ranks, slots_per_rank
-    item_LS = _heaviest_first(units_LE, count_LE, R * N)
-    share_LE = np.floor(units_LE / count_LE)
-    padded_LE = np.concatenate([share_LE, np.zeros((L, 1))], axis=1)
-    share_LS = np.take_along_axis(padded_LE, item_LS, axis=1)  # index -1 (empty) is the padding
+    item_LS, share_LS = heaviest_first(units_LE, count_LE, R * N)
     expert_LNR = np.empty((L, N, R), np.int64)
     load_LR = np.zeros((L, R))
     layer = np.arange(L)[:, None]
     for k in range(N):
-        order_LR = load_LR.argsort(axis=1, kind="stable")
+        order_LR = order_of(load_LR)
         block = slice(k * R, (k + 1) * R)
         expert_LNR[layer, k, order_LR] = item_LS[:, block]
         load_LR[layer, order_LR] += share_LS[:, block]
     expert_LRN = np.ascontiguousarray(expert_LNR.transpose(0, 2, 1))
     for row in _rows_with_twins(expert_LRN, count_LE, R):
-        if not _part_twins(expert_LRN[row], share_LE[row], count_LE[row]):
-            expert_LRN[row] = _spread(share_LE[row], count_LE[row], R, N)
+        share_E = np.floor(units_LE[row] / count_LE[row])
+        if not _part_twins(expert_LRN[row], share_E, count_LE[row]):
+            expert_LRN[row] = _spread(share_E, count_LE[row], R, N)
     return State.of(expert_LRN, units_LE)
 
 
-def _heaviest_first(
+def heaviest_first(
     units_LE: NDArray[np.float64], count_LE: NDArray[np.int64], slots: int
-) -> NDArray[np.int64]:
-    """Experts of the replicas by falling share, then by id; -1 pads. Replicas of an expert are adjacent."""
-    L, _ = units_LE.shape
-    order_LE = (-(units_LE / count_LE)).argsort(axis=1, kind="stable")
-    times_LE = np.take_along_axis(count_LE, order_LE, axis=1)
-    pad_L1 = slots - times_LE.sum(axis=1, keepdims=True)
-    ids = np.concatenate([order_LE, np.full((L, 1), -1)], axis=1)
-    return np.repeat(ids.reshape(-1), np.concatenate([times_LE, pad_L1], axis=1).reshape(-1)).reshape(
-        L, slots
-    )
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Experts and equal shares of the replicas by falling share, then by id; -1 and 0 pad.
+
+    Both [L, slots]. Replicas of an expert are adjacent.
+    """
+    L, E = units_LE.shape
+    share_LE = np.floor(units_LE / count_LE)
+    order_LE = order_of(-share_LE)
+    times_LE = np.zeros((L, E + 1), np.int64)
+    times_LE[:, :E] = pick(count_LE, order_LE)
+    times_LE[:, E] = slots - times_LE.sum(axis=1)
+    ids_LE = np.full((L, E + 1), -1)
+    ids_LE[:, :E] = order_LE
+    sorted_LE = np.zeros((L, E + 1))
+    sorted_LE[:, :E] = pick(share_LE, order_LE)
+    place = np.repeat(np.arange(L * (E + 1)), times_LE.reshape(-1))
+    return ids_LE.reshape(-1)[place].reshape(L, slots), sorted_LE.reshape(-1)[place].reshape(L, slots)
 
 
 def _rows_with_twins(

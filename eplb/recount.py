@@ -2,15 +2,19 @@
 
 Sorted by share, the heaviest replica meets the lightest, the second heaviest the second lightest: no
 other pairing has a smaller peak. So a set of counts is judged by one sort, and the search passes
-replicas from one expert to another while that lowers the excess over the goal.
+replicas from one expert to another while that lowers the excess over the goal. All layers at once, each on
+its own.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-FINE = float(1 << 20)  # excesses are counted in 2^-20 of the goal, so that squares sum exactly
+from moe_runtime.eplb.order import order_of
+from moe_runtime.eplb.pack import heaviest_first
+
+FINE = float(1 << 20)  # shares are compared in 2^-20 of the goal: squares of their sums add up exactly
+MOST = float(1 << 29)  # and held in 32 bits, as is the sum of two
+NEVER = float(1 << 52)  # above every share
 
 
 def better_counts(
@@ -19,94 +23,99 @@ def better_counts(
     goal_L: NDArray[np.float64],
     *,
     ranks: int,
-    budget: int,
-) -> NDArray[np.int64]:
-    """Counts whose best pairing on R ranks has a peak no higher, and lower where the search finds how.
+    rounds: int,
+    givers: int,
+    patience: int,
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Counts [L, E] whose best pairing on R ranks has a peak no higher, and lower where the search finds how; that peak [L].
 
-    Each step gives a replica to an expert of the heaviest pair and takes one from the expert where that
-    hurts least. `budget` counts sorted shares per layer; a layer also stops at its goal, or when no
-    exchange lowers the sum over ranks of squared excess above the goal.
+    Each round gives a replica to an expert of the heaviest pair and takes one from the expert where that
+    hurts least, of the `givers` whose shares would be smallest without it. A layer stops at its goal, or when
+    no such exchange lowers the sum over ranks of squared excess above the goal.
     """
-    out = count_LE.copy()
-    for layer in range(len(units_LE)):
-        out[layer] = _search(_Layer(units_LE[layer], float(goal_L[layer]), ranks), count_LE[layer], budget)
-    return out
+    R = ranks
+    best_LE, count_LE = count_LE.copy(), count_LE.copy()
+    lowest_L = np.full(len(units_LE), np.inf)
+    skip_L = np.zeros(len(units_LE), np.int64)  # pairs tried in vain since the last exchange
+    on = np.arange(len(units_LE))
+    for turn in range(rounds + 1):
+        units, count, goal = units_LE[on], count_LE[on], goal_L[on]
+        item, share = heaviest_first(units, count, 2 * R)
+        sums = share[:, :R] + share[:, : R - 1 : -1]
+        peak = sums.max(axis=1)
+        lower = peak < lowest_L[on]
+        best_LE[on[lower]], lowest_L[on[lower]] = count[lower], peak[lower]
+        go = np.flatnonzero((peak > goal) & (skip_L[on] <= min(patience, R - 1)))
+        if turn == rounds or not len(go):
+            break
+        on = on[go]
+        at = R - 1 - order_of(-sums[go, ::-1])[np.arange(len(go)), skip_L[on]][:, None]
+        pair = np.concatenate([at, 2 * R - 1 - at], axis=1)
+        row, taker, giver = _best_exchanges(units[go], count[go], goal[go], item[go], share[go], pair, givers)
+        skip_L[on] += 1
+        skip_L[on[row]] = 0
+        count_LE[on[row], taker] += 1
+        count_LE[on[row], giver] -= 1
+    return best_LE, lowest_L
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    units_E: NDArray[np.float64]
-    goal: float
-    ranks: int
+def _best_exchanges(
+    units_LE: NDArray[np.float64],
+    count_LE: NDArray[np.int64],
+    goal_L: NDArray[np.float64],
+    item_LS: NDArray[np.int64],
+    share_LS: NDArray[np.float64],
+    pair_LP: NDArray[np.int64],
+    givers: int,
+) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]:
+    """The taker, of those in the two slots `pair_LP`, and giver that lower the excess most.
 
-    def shares(self, count_E: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Shares and experts of the 2 R slots, lightest first; empty slots have share 0 and expert -1."""
-        share_E = np.floor(self.units_E / count_E)
-        order = share_E.argsort(kind="stable")
-        experts = np.repeat(order, count_E[order])
-        holes = 2 * self.ranks - len(experts)
-        return (
-            np.concatenate([np.zeros(holes), share_E[experts]]),
-            np.concatenate([np.full(holes, -1), experts]),
-        )
-
-    def excess(self, sums_: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Sum of squared excesses over the last axis, an exact integer."""
-        over = np.floor(np.maximum(sums_ - self.goal, 0) * (FINE / self.goal))
-        total: NDArray[np.float64] = np.square(over).sum(axis=-1)
-        return total
-
-
-def _search(layer: _Layer, count_E: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    R = layer.ranks
-    count = count_E.copy()
-    best, best_peak = count.copy(), np.inf
-    while True:
-        share, expert = layer.shares(count)
-        sums = share[R:] + share[:R][::-1]
-        peak = float(sums.max())
-        if peak < best_peak:
-            best, best_peak = count.copy(), peak
-        givers = np.flatnonzero(count > 1)
-        budget -= 2 * len(givers) * 2 * R
-        if peak <= layer.goal or budget < 0 or not len(givers):
-            return best
-        at = int(sums.argmax())
-        step = _best_exchange(layer, count, share, expert, givers, (R + at, R - 1 - at))
-        if step is None:
-            return best
-        taker, giver = step
-        count[taker] += 1
-        count[giver] -= 1
+    Given for the layers (the first array) in which one lowers it.
+    """
+    L, S = item_LS.shape
+    layer = np.arange(L)
+    fine_L1 = (FINE / goal_L)[:, None]
+    # Takers P, and givers G that could spare a replica best.
+    taker_LP = item_LS[layer[:, None], pair_LP]
+    can_LP = (taker_LP >= 0) & (count_LE[layer[:, None], taker_LP] < S // 2)
+    grown_LE = np.where(count_LE > 1, np.floor(units_LE / np.maximum(count_LE - 1, 1)), NEVER)
+    giver_LG = order_of(grown_LE)[:, :givers]
+    can_LPG = can_LP[:, :, None] & (count_LE[layer[:, None], giver_LG] > 1)[:, None]
+    can_LPG &= giver_LG[:, None] != taker_LP[:, :, None]
+    row, p, g = np.nonzero(can_LPG)
+    if not len(row):
+        return row, row, row
+    taker, giver = taker_LP[row, p], giver_LG[row, g]
+    # The shares after each exchange: the giver's slots grow, the taker's shrink, one slot changes hands.
+    shrunk = _fine(units_LE[row, taker] / (count_LE[row, taker] + 1), fine_L1[row, 0])
+    grown = _fine(grown_LE[row, giver], fine_L1[row, 0])
+    fine_LS = _fine(share_LS, fine_L1)
+    after_XS = fine_LS[row]
+    small = np.int16 if units_LE.shape[1] < 1 << 15 else np.int64
+    item_XS = item_LS.astype(small)[row]
+    mine_XS = item_XS == giver.astype(small)[:, None]
+    np.copyto(after_XS, grown[:, None], where=mine_XS)
+    np.copyto(after_XS, shrunk[:, None], where=item_XS == taker.astype(small)[:, None])
+    after_XS[np.arange(len(row)), mine_XS.argmax(axis=1)] = shrunk
+    after_XS.sort(axis=1, kind="stable")  # quick, as they are nearly sorted
+    excess_LPG = np.full(can_LPG.shape, np.inf)
+    excess_LPG[row, p, g] = _excess(after_XS)
+    flat = excess_LPG.reshape(L, -1)
+    k = flat.argmin(axis=1)
+    good = np.flatnonzero(flat[layer, k] < _excess(fine_LS))
+    p, g = np.divmod(k[good], can_LPG.shape[2])
+    return good, taker_LP[good, p], giver_LG[good, g]
 
 
-def _best_exchange(
-    layer: _Layer,
-    count: NDArray[np.int64],
-    share: NDArray[np.float64],
-    expert: NDArray[np.int64],
-    givers: NDArray[np.intp],
-    places: tuple[int, int],
-) -> tuple[int, int] | None:
-    """The taker (an expert of the heaviest pair) and giver that lower the excess most, or None."""
-    R = layer.ranks
-    best, least = None, float(layer.excess(share[R:] + share[:R][::-1]))
-    for place in places:
-        taker = int(expert[place])
-        if taker < 0 or count[taker] >= R:
-            continue
-        others = givers[givers != taker]
-        if not len(others):
-            continue
-        # The shares as a matrix, a row per giver: its slots grow, the taker's shrink, one slot changes hands.
-        shrunk = np.floor(layer.units_E[taker] / (count[taker] + 1))
-        grown = np.floor(layer.units_E[others] / (count[others] - 1))
-        mine = expert == others[:, None]
-        rows = np.where(mine, grown[:, None], np.where(expert == taker, shrunk, share))
-        rows[np.arange(len(others)), mine.argmax(axis=1)] = shrunk
-        rows.sort(axis=1)
-        excess = layer.excess(rows[:, R:] + rows[:, :R][:, ::-1])
-        k = int(excess.argmin())
-        if excess[k] < least:
-            best, least = (taker, int(others[k])), float(excess[k])
-    return best
+def _fine(share: NDArray[np.float64], fine: NDArray[np.float64]) -> NDArray[np.int32]:
+    return np.minimum(share * fine, MOST).astype(np.int32)
+
+
+def _excess(ordered_XS: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Sum over the ranks of squared excesses above the goal, an exact integer."""
+    R = ordered_XS.shape[1] // 2
+    over_XR = ordered_XS[:, :R] + ordered_XS[:, : R - 1 : -1]
+    over_XR -= np.int32(FINE)
+    np.maximum(over_XR, 0, out=over_XR)
+    excess: NDArray[np.float64] = np.square(over_XR, dtype=np.float64).sum(axis=1)
+    return excess

@@ -16,33 +16,49 @@ from moe_runtime.eplb.state import State
 
 def make_plan(
     units_LE: NDArray[np.float64],
+    count_LE: NDArray[np.int64],
     goal_L: NDArray[np.float64],
     effort: Effort,
     *,
     ranks: int,
     slots_per_rank: int,
-    slots: int,
-    most: int,
 ) -> State:
-    """A plan of `slots` replicas (fewer if every expert has `most`), its peak brought down to the goal."""
-    count_LE = replica_counts(units_LE, slots, most)
-    state = first_plan(units_LE, count_LE, ranks, slots_per_rank)
+    """A plan of about `count_LE` replicas, as many in all, its peak brought down to the goal."""
     if slots_per_rank == 2:
-        _take_better_counts(state, goal_L, effort)
-    elif slots_per_rank > 2:
-        pair_rounds(state, goal_L, effort.pair_rounds)
+        state = _paired(units_LE, count_LE, goal_L, effort, ranks)
+    else:
+        state = first_plan(units_LE, count_LE, ranks, slots_per_rank)
+        if slots_per_rank > 2:
+            pair_rounds(state, goal_L, effort.pair_rounds)
     peak_rounds(state, goal_L, effort.peak_rounds)
     return state
 
 
-def _take_better_counts(state: State, goal_L: NDArray[np.float64], effort: Effort) -> None:
-    layers = np.flatnonzero(state.peak_L > goal_L)
-    R = state.load_LR.shape[1]
-    units_LE, count_LE = state.units_LE[layers], state.count_LE[layers]
-    better = better_counts(units_LE, count_LE, goal_L[layers], ranks=R, budget=effort.recount)
-    other = first_plan(units_LE, better, R, 2)
-    lower = np.flatnonzero(other.peak_L < state.peak_L[layers])
-    state.put(layers[lower], other.take(lower))
+def _paired(
+    units_LE: NDArray[np.float64],
+    count_LE: NDArray[np.int64],
+    goal_L: NDArray[np.float64],
+    effort: Effort,
+    ranks: int,
+) -> State:
+    """Heavy replicas with light ones, of better counts."""
+    better_LE, peak_L = better_counts(
+        units_LE,
+        count_LE,
+        goal_L,
+        ranks=ranks,
+        rounds=effort.recounts,
+        givers=effort.givers,
+        patience=effort.patience,
+    )
+    state = first_plan(units_LE, better_LE, ranks, 2)
+    # Parting an expert that met itself may have cost what the counts gained.
+    layers = np.flatnonzero((state.peak_L > peak_L) & (better_LE != count_LE).any(axis=1))
+    if len(layers):
+        other = first_plan(units_LE[layers], count_LE[layers], ranks, 2)
+        lower = np.flatnonzero(other.peak_L < state.peak_L[layers])
+        state.put(layers[lower], other.take(lower))
+    return state
 
 
 def node_by_node(
@@ -74,15 +90,13 @@ def node_by_node(
     experts = (groups_LNG[..., None] * (E // G) + np.arange(E // G)).reshape(len(layers) * N, E // N)
     units = np.take_along_axis(np.repeat(units_LE[layers], N, axis=0), experts, axis=1)
     goal = np.repeat(limit_L[layers], N)
-    per_node = slots // N
     parts = make_plan(
         units,
+        replica_counts(units, slots // N, ranks_per_node),
         goal,
         effort,
         ranks=ranks_per_node,
         slots_per_rank=slots_per_rank,
-        slots=per_node,
-        most=ranks_per_node,
     )
     local = parts.expert_LRN.reshape(len(layers) * N, -1)
     table = np.where(local < 0, -1, np.take_along_axis(experts, np.maximum(local, 0), axis=1))

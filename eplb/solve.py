@@ -101,21 +101,21 @@ class _Task:
         self.units, self.scale_L = to_units(load)
         self.E, self.R = load.shape[1], topology.num_ranks
         self.N = topology.slots_per_rank(slots)
-        self.most = slots if fill and slots > self.E * self.R else self.R
-        counts = replica_counts(self.units, slots, self.R)
-        self.least_share_L = np.floor(self.units / counts).max(axis=1)
+        count_LE = replica_counts(self.units, slots, self.R)
+        self.least_share_L = np.floor(self.units / count_LE).max(axis=1)
+        overfull = fill and slots > self.E * self.R
+        self.count_LE = replica_counts(self.units, slots, slots) if overfull else count_LE
         self.simple_L = np.maximum(np.floor(self.units.sum(axis=1) / self.R), self.least_share_L)
         self.goal_L = self.simple_L * (1 + effort.tolerance)
 
     def from_nothing(self) -> State:
         state = make_plan(
             self.units,
+            self.count_LE,
             self.goal_L,
             self.effort,
             ranks=self.R,
             slots_per_rank=self.N,
-            slots=self.slots,
-            most=self.most,
         )
         if self.weighted:
             self._weigh(state)
@@ -220,16 +220,24 @@ class _Task:
         L = len(self.load)
         slots_LS = state.expert_LRN.reshape(L, -1).astype(np.int32)
         epoch = 0 if current is None else current.epoch + 1
-        share_LS = state.share_LRN.reshape(L, -1) if self.weighted else None
-        placement = self._placement(slots_LS, epoch, share_LS)
         equal_L = peak_L = equal_peak(slots_LS, self.load, self.R)
-        if share_LS is not None:
-            peak_L = placement.rank_load(self.load).max(axis=1)
-            idle_L = peak_L >= equal_L  # weights gain nothing but their rounding: replicas share equally
-            if idle_L.any():
-                share_LS = np.where(idle_L[:, None], 0.0, share_LS)
-                peak_L = np.minimum(peak_L, equal_L)
-                placement = self._placement(slots_LS, epoch, share_LS)
+        starts_LS = None
+        if self.weighted:
+            starts_LS, part_LS = cumulative_table(slots_LS, state.share_LRN.reshape(L, -1), self.E)
+            peak_L = _peak(slots_LS, self.load, part_LS, self.R)
+            idle = np.flatnonzero(peak_L >= equal_L)  # weights gain nothing but their rounding: share equally
+            starts_LS[idle], _ = cumulative_table(
+                slots_LS[idle], np.zeros((len(idle), slots_LS.shape[1])), self.E
+            )
+            peak_L = np.minimum(peak_L, equal_L)
+        placement = Placement(
+            slot_to_expert_LS=slots_LS,
+            num_experts=self.E,
+            num_ranks=self.R,
+            epoch=epoch,
+            cumulative_LS=starts_LS,
+            topology=self.topology,
+        )
         mean_L = self.load.sum(axis=1) / self.R
         before_L = None if current is None else current.rank_load(self.load).max(axis=1)
         saved = np.nan if before_L is None or horizon is None else horizon * float((before_L - peak_L).sum())
@@ -248,18 +256,6 @@ class _Task:
             saved_seconds=saved,
         )
 
-    def _placement(
-        self, slots_LS: NDArray[np.int32], epoch: int, share_LS: NDArray[np.float64] | None
-    ) -> Placement:
-        return Placement(
-            slot_to_expert_LS=slots_LS,
-            num_experts=self.E,
-            num_ranks=self.R,
-            epoch=epoch,
-            cumulative_LS=None if share_LS is None else cumulative_table(slots_LS, share_LS, self.E),
-            topology=self.topology,
-        )
-
     def _bound(self, state: State) -> Bound:
         return lower_bound(
             self.units,
@@ -269,13 +265,22 @@ class _Task:
             slots_per_rank=self.N,
             slots=self.slots,
             steps=self.effort.bound_steps,
+            tolerance=self.effort.tolerance,
         )
 
 
 def equal_peak(slots_LS: NDArray[np.int32], load_LE: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
     """float64 [L]: the largest rank load if the replicas of an expert share equally."""
     L, E = load_LE.shape
-    share = load_LE / np.maximum(count_experts(slots_LS, E), 1)
-    carried = np.take_along_axis(np.concatenate([share, np.zeros((L, 1))], axis=1), slots_LS, axis=1)
-    peak: NDArray[np.float64] = carried.reshape(L, ranks, -1).sum(axis=2).max(axis=1)
+    share_LE = load_LE / np.maximum(count_experts(slots_LS, E), 1)
+    return _peak(slots_LS, share_LE, np.ones((L, 1)), ranks)
+
+
+def _peak(
+    slots_LS: NDArray[np.int32], load_LE: NDArray[np.float64], part_LS: NDArray[np.float64], ranks: int
+) -> NDArray[np.float64]:
+    """float64 [L]: the largest rank load if each slot carries that part of its expert's load."""
+    padded = np.concatenate([load_LE, np.zeros((len(load_LE), 1))], axis=1)  # index -1 (empty) is the padding
+    carried = np.take_along_axis(padded, slots_LS, axis=1) * part_LS
+    peak: NDArray[np.float64] = carried.reshape(len(load_LE), ranks, -1).sum(axis=2).max(axis=1)
     return peak

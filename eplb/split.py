@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.eplb.order import slots_by_expert
 from moe_runtime.eplb.state import State
 from moe_runtime.placement.placement import FULL_RANGE
 
@@ -70,7 +71,7 @@ def _turns(part: State) -> list[_Turn]:
     L, R, N = part.expert_LRN.shape
     E = part.units_LE.shape[1]
     flat = part.expert_LRN.reshape(L, R * N)
-    order = np.where(flat < 0, E, flat).argsort(axis=1, kind="stable")
+    order = slots_by_expert(flat, E)
     first = part.count_LE.cumsum(axis=1) - part.count_LE
     layer_X, expert_X = np.nonzero(part.count_LE > 1)
     count_X = part.count_LE[layer_X, expert_X]
@@ -133,34 +134,38 @@ def _level(part: State, turn: _Turn) -> None:
 
 def cumulative_table(
     expert_LS: NDArray[np.int32], share_LS: NDArray[np.float64], num_experts: int
-) -> NDArray[np.uint16]:
+) -> tuple[NDArray[np.uint16], NDArray[np.float64]]:
     """Shares as `Placement.cumulative_LS`: exclusive starts in 65536ths, every replica at least one.
 
     Starts are rounded to the nearest 65536th, so a share is off by at most one. Experts whose slots all
-    have share 0 are split equally. uint16 [L, S].
+    have share 0 are split equally. uint16 [L, S]; with it, float64 [L, S], the part of its expert that each
+    slot then carries, 0 where empty.
     """
     L, S = expert_LS.shape
-    key = np.where(expert_LS < 0, num_experts, expert_LS)
-    order = key.argsort(axis=1, kind="stable")
-    key = np.take_along_axis(key, order, axis=1)
-    share = np.take_along_axis(share_LS, order, axis=1)
-    offset = np.arange(L)[:, None] * (num_experts + 1)
+    order_LS = slots_by_expert(expert_LS, num_experts)
+    at = (order_LS + (np.arange(L) * S)[:, None]).reshape(-1)
+    key = np.where(expert_LS < 0, num_experts, expert_LS).reshape(-1)[at]
+    key += np.repeat(np.arange(L) * (num_experts + 1), S)
+    share = share_LS.reshape(-1)[at]
     size = L * (num_experts + 1)
-    count = np.bincount((key + offset).reshape(-1), minlength=size)
-    total = np.bincount((key + offset).reshape(-1), weights=share.reshape(-1), minlength=size)
-    first = np.cumsum(count) - count  # position of an expert's first slot in the flattened order
-    place = np.arange(L * S) - first[(key + offset).reshape(-1)]
-    times = count[(key + offset).reshape(-1)]
-    whole = total[(key + offset).reshape(-1)]
-    running = share.reshape(-1).cumsum() - share.reshape(-1)
+    count = np.bincount(key, minlength=size)
+    total = np.bincount(key, weights=share, minlength=size)
+    first = count.cumsum() - count  # position of an expert's first slot in the flattened order
+    place = np.arange(L * S) - first[key]
+    times, whole = count[key], total[key]
+    running = share.reshape(L, S).cumsum(axis=1).reshape(-1) - share  # of a layer, so exact
     running -= np.repeat(running[np.minimum(first, L * S - 1)], count)
-    equal = place / times
-    begin = np.where(whole > 0, running / np.where(whole > 0, whole, 1), equal)
+    begin = np.where(whole > 0, running / np.where(whole > 0, whole, 1), place / times)
     begin = np.rint(begin * FULL_RANGE)
     # Each starts at least one after the one before, and leaves one for each that follows.
-    group = (key + offset).reshape(-1) * (4.0 * FULL_RANGE)
+    group = key * (4.0 * FULL_RANGE)
     begin = np.maximum.accumulate(begin - place + group) - group + place
     begin = np.minimum(begin, FULL_RANGE - (times - place))
-    out = np.zeros((L, S), np.int64)
-    np.put_along_axis(out, order, begin.astype(np.int64).reshape(L, S), axis=1)
-    return np.where(expert_LS < 0, 0, out).astype(np.uint16)
+    end = np.append(begin[1:], FULL_RANGE)
+    end[place == times - 1] = FULL_RANGE
+    starts_LS, part_LS = np.zeros(L * S, np.uint16), np.zeros(L * S)
+    starts_LS[at], part_LS[at] = begin, (end - begin) / FULL_RANGE
+    empty_LS = expert_LS < 0
+    starts_LS, part_LS = starts_LS.reshape(L, S), part_LS.reshape(L, S)
+    starts_LS[empty_LS], part_LS[empty_LS] = 0, 0.0
+    return starts_LS, part_LS

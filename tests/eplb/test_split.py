@@ -69,8 +69,9 @@ def test_a_layer_above_its_goal_is_levelled_whatever_becomes_of_the_others():
 def test_shares_are_rounded_to_65536ths_and_none_is_nothing():
     experts = np.array([[0, 1, 0, 0, -1, 1]], np.int32)
     share = np.array([[1.0, 5.0, 0.0, 3.0, 0.0, 5.0]])
-    starts = cumulative_table(experts, share, 2)
+    starts, part = cumulative_table(experts, share, 2)
     placement = Placement(slot_to_expert_LS=experts, num_experts=2, num_ranks=6, cumulative_LS=starts)
     assert placement.share_LS.sum() == 2 * FULL_RANGE
+    assert (part * FULL_RANGE == placement.share_LS).all()
     assert placement.share_LS[0, [1, 5, 4]].tolist() == [FULL_RANGE // 2, FULL_RANGE // 2, 0]
     assert abs(placement.share_LS[0, [0, 2, 3]] - np.array([16384, 1, 49152])).max() <= 1
