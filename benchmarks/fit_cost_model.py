@@ -22,11 +22,11 @@ from moe_runtime.virtual.cost.published import Deployed, deployment_balance, err
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "cost-model.md"
 BEGIN, END = "<!-- rows -->", "<!-- end of rows -->"
-BOUNDS = {"kernel_start": (1e-6, 1e-5), "step": (0.0, 8e-3), "normal_transfers": (1.0, 2.0)}
+BOUNDS = {"kernel_start": (1e-6, 1e-5), "normal_start": (0.0, 2e-3), "normal_transfers": (1.0, 2.0)}
 SWEEPS, GOLDEN = 6, (5**0.5 - 1) / 2
 UNITS = {
     "kernel_start": ("kernel_start_us", 1e6),
-    "step": ("step_ms", 1e3),
+    "normal_start": ("normal_start_us", 1e6),
 }
 # role -> (ranks, tokens a rank and step, tokens a sequence, balancedness measured per step with balancing on)
 MEASURED = {"prefill": (32, 16384, 4096, 0.80), "decode": (72, 256, 1, 0.81)}

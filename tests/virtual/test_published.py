@@ -69,7 +69,7 @@ def test_the_table_of_the_documentation_is_what_the_model_says(judged):
     for name in KNOWN.fitted.rows:
         assert f"`{name}`" in text
     fitted = KNOWN.fitted
-    factors = (fitted.kernel_start * 1e6, fitted.step * 1e3, fitted.normal_transfers)
+    factors = (fitted.kernel_start * 1e6, fitted.normal_start * 1e6, fitted.normal_transfers)
     for factor in (*factors, fitted.drift_common, fitted.drift_sequence):
         assert f"| {factor:.3f} |" in text
 

@@ -26,10 +26,6 @@ class Account:
         self._parts["imbalance"] += seconds * times
         self._bounds["imbalance"] += seconds * times
 
-    def host(self, seconds: float) -> None:
-        self._parts["launch"] += seconds
-        self._bounds["launch"] += seconds
-
     def transfer(self, part: Part, exposed: float, real: float, even: float, times: float) -> None:
         """Exposed seconds of a transfer that takes `real`, and `even` if all ranks had the mean load."""
         own = exposed * (even / real if real > 0 else 1.0)

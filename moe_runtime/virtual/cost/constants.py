@@ -44,14 +44,14 @@ class FittedFactors:
     """The factors fitted on whole-deployment figures: five. `rows` are what they were fitted on.
 
     kernel_start      seconds, floor of each small kernel of a layer
-    step              seconds of a step outside the layers
-    normal_transfers  time of normal-mode transfers' bytes in a deployment over that in the benchmark:
-                      barriers, contention with compute
+    normal_start      seconds of a normal-mode transfer whatever its size: layout, counts, a barrier over all
+                      ranks, hosts that launch it at different times
+    normal_transfers  time of normal-mode transfers' bytes beside computation over that without
     drift_common, drift_sequence  how far an expert's load strays from step to step, see `balance.Drift`
     """
 
     kernel_start: float
-    step: float
+    normal_start: float
     normal_transfers: float
     drift_common: float
     drift_sequence: float
@@ -61,7 +61,7 @@ class FittedFactors:
     def from_yaml(cls, data: Mapping[str, Any]) -> Self:
         values = {name: float(value) for name, value in data["factors"].items()}
         values["kernel_start"] = values.pop("kernel_start_us") * 1e-6
-        values["step"] = values.pop("step_ms") * 1e-3
+        values["normal_start"] = values.pop("normal_start_us") * 1e-6
         return cls(rows=tuple(data["rows"]), **values)
 
     def changed(self, **values: Any) -> Self:
@@ -97,7 +97,6 @@ class NormalTable:
     measured    EP degree -> (dispatch, combine) bytes/s, a row per distinct node counted
     """
 
-    start: float
     scaleup: tuple[float, float]
     pipelining: float
     measured: tuple[tuple[int, float, float], ...]
@@ -240,7 +239,6 @@ def _library(name: str, data: Mapping[str, Any]) -> Library:
             combine=_curve(low["us"], 1),
         ),
         normal=NormalTable(
-            start=float(normal["start_us"]) * 1e-6,
             scaleup=(normal["scaleup"][0] * 1e9, normal["scaleup"][1] * 1e9),
             pipelining=float(normal["pipelining"]),
             measured=tuple((int(r), d * 1e9, c * 1e9) for r, (d, c) in sorted(normal["measured"].items())),

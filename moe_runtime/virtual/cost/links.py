@@ -13,7 +13,7 @@ from moe_runtime.errors import InputError
 from moe_runtime.spec.bytes import wire_row_bytes
 from moe_runtime.spec.limits import DispatchMode
 from moe_runtime.spec.model import ModelSpec
-from moe_runtime.virtual.cost.constants import Constants, FittedFactors, Library, Machine
+from moe_runtime.virtual.cost.constants import Constants, Library, Machine
 from moe_runtime.virtual.cost.deployment import Setting
 
 NODE = 8  # ranks of a node in the published measurements
@@ -33,26 +33,41 @@ class Spread(NamedTuple):
 
 
 EVEN = Spread()
+# (direction, busiest, mean, spread, rounds) -> seconds
+Timing = Callable[[int, float, float, Spread, int], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Transfers of one instance; build with `make_links`."""
+    """Transfers of one instance; build with `make_links`.
 
-    _low_latency: Callable[[int, float, float, Spread], float]
-    _normal: Callable[[int, float, float, Spread], float]
+    normal_start  seconds of any normal-mode transfer before its bytes
+    beside        time of a normal-mode transfer's bytes beside computation over that without
+    """
+
+    _low_latency: Timing
+    _normal: Timing
     _all_reduce: Callable[[float], float]
     _bulk: Callable[[float, bool], float]
+    normal_start: float = 0.0
+    beside: float = 1.0
 
     def transfer(
-        self, mode: DispatchMode, direction: int, busiest: float, mean: float, spread: Spread = EVEN
+        self,
+        mode: DispatchMode,
+        direction: int,
+        busiest: float,
+        mean: float,
+        spread: Spread = EVEN,
+        rounds: int = 1,
     ) -> float:
         """Seconds of one dispatch (direction 0) or combine (1) of one micro-batch.
 
         busiest, mean  tokens of the rank with most tokens, and of the mean rank
+        rounds         in which they are sent, each with its own start
         """
         call = self._low_latency if mode == "low_latency" else self._normal
-        return call(direction, busiest, mean, spread)
+        return call(direction, busiest, mean, spread, rounds)
 
     def all_reduce(self, num_bytes: float) -> float:
         """Seconds of one all-reduce of `num_bytes` within the attention group."""
@@ -87,16 +102,18 @@ def make_links(model: ModelSpec, setting: Setting, machine: Machine, constants: 
         one_sided = _one_sided(model, setting, machine, constants, rows)
         return Links(one_sided, one_sided, reduce, bulk)
     low = _low_latency(model, setting, machine, library, rows)
-    return Links(low, _normal(model, setting, machine, library, rows, constants.fitted), reduce, bulk)
+    fitted = constants.fitted
+    normal = _normal(model, setting, machine, library, rows, fitted.normal_start)
+    return Links(low, normal, reduce, bulk, fitted.normal_start, fitted.normal_transfers)
 
 
-def _nothing(direction: int, busiest: float, mean: float, spread: Spread) -> float:
+def _nothing(direction: int, busiest: float, mean: float, spread: Spread, rounds: int) -> float:
     return 0.0
 
 
 def _low_latency(
     model: ModelSpec, setting: Setting, machine: Machine, library: Library, rows: tuple[int, int]
-) -> Callable[[int, float, float, Spread], float]:
+) -> Timing:
     """A row per (token, expert), all of them over the slowest link their destination needs.
 
     Start: what the published time has over its bytes at the line rate, at this EP degree.
@@ -118,8 +135,8 @@ def _low_latency(
         starts.append(interpolate(rest, setting.ranks))
     per_token = tuple(k * size * (1.0 if alone else away) / line for size in rows)
 
-    def seconds(direction: int, busiest: float, mean: float, spread: Spread) -> float:
-        return starts[direction] + per_token[direction] * max(busiest, mean * spread.rows)
+    def seconds(direction: int, busiest: float, mean: float, spread: Spread, rounds: int) -> float:
+        return starts[direction] * rounds + per_token[direction] * max(busiest, mean * spread.rows)
 
     return seconds
 
@@ -130,11 +147,10 @@ def _normal(
     machine: Machine,
     library: Library,
     rows: tuple[int, int],
-    fitted: FittedFactors,
-) -> Callable[[int, float, float, Spread], float]:
+    start: float,
+) -> Timing:
     """A row per distinct node over RDMA, from there one per distinct rank over the scale-up links."""
     table, nodes = library.normal, setting.nodes
-    start, slower = table.start, fitted.normal_transfers
     line = machine.hardware.scaleup_bandwidth
     near = [distinct_ranks(model, setting) * rows[d] / min(table.scaleup[d], line) for d in (0, 1)]
     far = [0.0, 0.0]
@@ -143,25 +159,25 @@ def _normal(
         far = [reached * rows[d] / _rdma(machine) for d in (0, 1)]
     p = table.pipelining
 
-    def seconds(direction: int, busiest: float, mean: float, spread: Spread) -> float:
+    def seconds(direction: int, busiest: float, mean: float, spread: Spread, rounds: int) -> float:
         rdma = far[direction] * max(busiest, mean * spread.nodes)
         scaleup = near[direction] * max(busiest, mean * spread.ranks)
-        return start + slower * float((rdma**p + scaleup**p) ** (1 / p))
+        return start * rounds + float((rdma**p + scaleup**p) ** (1 / p))
 
     return seconds
 
 
 def _one_sided(
     model: ModelSpec, setting: Setting, machine: Machine, constants: Constants, rows: tuple[int, int]
-) -> Callable[[int, float, float, Spread], float]:
+) -> Timing:
     """A row per distinct rank, all ranks in one scale-up domain."""
     table = constants.one_sided
     starts = [interpolate(curve, setting.ranks) for curve in (table.dispatch, table.combine)]
     line = machine.hardware.scaleup_bandwidth * table.share
     per_token = [distinct_ranks(model, setting) * size / line for size in rows]
 
-    def seconds(direction: int, busiest: float, mean: float, spread: Spread) -> float:
-        return starts[direction] + per_token[direction] * max(busiest, mean * spread.ranks)
+    def seconds(direction: int, busiest: float, mean: float, spread: Spread, rounds: int) -> float:
+        return starts[direction] * rounds + per_token[direction] * max(busiest, mean * spread.ranks)
 
     return seconds
 

@@ -14,7 +14,7 @@ from moe_runtime.virtual.cost.balance import EVEN_BALANCE, Balance
 from moe_runtime.virtual.cost.batch import Batch
 from moe_runtime.virtual.cost.constants import Constants, constants
 from moe_runtime.virtual.cost.deployment import Setting
-from moe_runtime.virtual.cost.lanes import DECODE, PREFILL, Stages, overlapped, plain
+from moe_runtime.virtual.cost.lanes import Layer, Stages, collective, plain, two_way
 from moe_runtime.virtual.cost.links import make_links
 from moe_runtime.virtual.cost.roofline import Roofline
 from moe_runtime.virtual.cost.rows import LayerKernels
@@ -42,7 +42,7 @@ class CostModel:
         known: Constants | None = None,
     ) -> None:
         known = constants() if known is None else known
-        self.model, self.setting, self.balance, self.fitted = model, setting, balance, known.fitted
+        self.model, self.setting, self.balance = model, setting, balance
         machine = known.machine(setting.machine)
         self.links = make_links(model, setting, machine, known)
         rates = Rates(hardware=machine.hardware, kernels=known.kernels, fitted=known.fitted)
@@ -76,7 +76,6 @@ class CostModel:
             account.collective(sum(self._reduces(batch)), dense)
         sampled = shape.decode_sequences_R * shape.queries + (shape.prefill_tokens_R > 0)
         account.work("dense", self._head(int(sampled.max())), 1.0)
-        account.host(self.fitted.step)
         return account.cost(self._roofline.seconds(shape))
 
     def _moe_layers(
@@ -86,7 +85,6 @@ class CostModel:
         after = tables.at(batch.most)
         shared = float(after.shared_dense.seconds + after.shared_other.seconds)
         finish, reduces = float(after.finish.seconds), self._reduces(batch)
-        order = PREFILL if mode == "normal" else DECODE
         layers = self.model.num_moe_layers / len(loads)
         for load in loads:
             out, back = float(load.sending.seconds) / 2, float(load.receiving.seconds) / 2
@@ -94,16 +92,19 @@ class CostModel:
                 first=batch.first,
                 second=batch.slowest - batch.first + reduces[0] + out,
                 shared=shared,
-                experts=load.hot + out + back,
+                experts=float(load.even.seconds) + out + back,
                 finish=finish + reduces[1] + back,
                 dispatch=load.transfers[0],
                 combine=load.transfers[1],
+                heaviest=load.hot + out + back,
             )
-            layer = plain(stages) if split == 1 else overlapped(stages, order)
-            account.wait(load.hot - float(load.even.seconds), layers * split)
-            account.transfer("dispatch", layer.exposed_dispatch, load.transfers[0], load.balanced[0], layers)
-            account.transfer("combine", layer.exposed_combine, load.transfers[1], load.balanced[1], layers)
-            account.busy(sum(load.transfers), layers * split)
+            layer = self._layer(stages, mode, split, load.rounds)
+            out, back = (transfer.seconds for transfer in load.transfers)
+            own = split * sum(stages.compute) + layer.exposed_dispatch + layer.exposed_combine
+            account.wait(layer.seconds - own, layers)
+            account.transfer("dispatch", layer.exposed_dispatch, out, load.balanced[0], layers)
+            account.transfer("combine", layer.exposed_combine, back, load.balanced[1], layers)
+            account.busy(layer.busy, layers)
         times, any_load = float(self.model.num_moe_layers * split), loads[0]
         batch.account(account, times)
         account.work("dense", after.shared_dense, times)
@@ -112,6 +113,13 @@ class CostModel:
         account.work("dispatch", any_load.sending, times)
         account.work("combine", any_load.receiving, times)
         account.collective(sum(reduces), times)
+
+    def _layer(self, stages: Stages, mode: DispatchMode, split: int, rounds: int) -> Layer:
+        if split == 1:
+            return plain(stages)
+        if mode == "low_latency":
+            return two_way(stages)
+        return collective(stages, self.links.normal_start * rounds, self.links.beside)
 
     def _load(self, batch: Batch, tables: RowTables, mode: DispatchMode, split: int) -> tuple[Load, ...]:
         """Loads of the spreads of a micro-batch: they change only when its rows do."""

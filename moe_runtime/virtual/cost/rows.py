@@ -164,15 +164,15 @@ class LayerKernels:
         """Routed, shared and residual rows summed (8 H)."""
         return self.rates.stream(rows * 8.0 * self.model.hidden, 1)
 
-    def copies(self, sent: Number, received: Number) -> tuple[Work, Work]:
-        """Send and receive kernels of a low-latency dispatch and combine that run in the background.
+    def copies(self, sent: Number, received: Number, rounds: int) -> tuple[Work, Work]:
+        """Send and receive kernels of low-latency dispatches and combines that run in the background.
 
-        `sent` rows leave and `received` rows arrive; each is read and written once on either side.
+        `sent` rows leave and `received` arrive, in `rounds`; each is read and written once on either side.
         """
         h = self.model.hidden
         out, back = h * value_bytes(self.precision.dispatch), h * value_bytes(self.precision.combine)
         both = 2.0 * (sent + received)
-        start = Work(0.0, 0.0, 2 * self.kernels.copy_start)
+        start = Work(0.0, 0.0, 2 * rounds * self.kernels.copy_start)
         return self.rates.stream(both * out, 0).plus(start), self.rates.stream(both * back, 0).plus(start)
 
     def head(self, rows: Number) -> Work:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from moe_runtime.spec.limits import DispatchMode
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cost.deployment import Setting
-from moe_runtime.virtual.cost.links import Links, Spread
+from moe_runtime.virtual.cost.lanes import Transfer
+from moe_runtime.virtual.cost.links import EVEN, Links, Spread
 from moe_runtime.virtual.cost.rows import LayerKernels
 from moe_runtime.virtual.cost.work import Work
 
@@ -18,16 +19,18 @@ class Load(NamedTuple):
 
     even, hot          routed experts of a mean rank, and of the heaviest
     sending, receiving copy kernels of a dispatch and a combine that run in the background
-    transfers          (dispatch, combine) seconds
-    balanced           the same if every rank had the mean
+    transfers          (dispatch, combine)
+    balanced           seconds of them if every rank had the mean
+    rounds             in which each of them is sent
     """
 
     even: Work
     hot: float
     sending: Work
     receiving: Work
-    transfers: tuple[float, float]
+    transfers: tuple[Transfer, Transfer]
     balanced: tuple[float, float]
+    rounds: int
 
 
 class Loads(NamedTuple):
@@ -49,26 +52,31 @@ class Loads(NamedTuple):
         setting, k = self.setting, self.model.moe.slots_per_token
         whole = setting.experts == "tensor_parallel"
         mean = rows[0] if whole else rows[0] / setting.ranks
-        slots = float(self.model.moe.slot_experts if whole else setting.slots_per_rank)
         masked = mode == "low_latency"
-        even = self._experts(kernels, mean * k, slots, masked)
+        rounds = 1 if whole else setting.rounds(rows[1])
+        even = self._experts(kernels, mean * k, masked, rounds)
         sending = receiving = Work()
         busiest = rows[1] / setting.tensor_parallel
         if masked and background and not whole and setting.ranks > 1:
-            sending, receiving = kernels.copies(busiest * k, mean * k)
+            sending, receiving = kernels.copies(busiest * k, mean * k, rounds)
         transfer = self.links.transfer
-        same = (transfer(mode, 0, mean, mean), transfer(mode, 1, mean, mean))
+        same = (transfer(mode, 0, mean, mean, EVEN, rounds), transfer(mode, 1, mean, mean, EVEN, rounds))
         loads = []
         for spread in spreads:
-            hot = even if spread.rows == 1 else self._experts(kernels, mean * k * spread.rows, slots, masked)
-            real = (
-                transfer(mode, 0, busiest, mean, spread),
-                transfer(mode, 1, busiest, mean, spread),
+            hot = even if spread.rows == 1 else self._experts(kernels, mean * k * spread.rows, masked, rounds)
+            # A rank sends the tokens of its own batch and receives those of its experts; results go back.
+            own, others = (
+                [transfer(mode, d, tokens, mean, s, rounds) for d in (0, 1)]
+                for tokens, s in ((busiest, EVEN), (mean, spread))
             )
-            loads.append(Load(even, float(hot.seconds), sending, receiving, real, same))
+            real = Transfer(own[0], others[0]), Transfer(others[1], own[1])
+            loads.append(Load(even, float(hot.seconds), sending, receiving, real, same, rounds))
         return tuple(loads)
 
-    @staticmethod
-    def _experts(kernels: LayerKernels, rows: float, slots: float, masked: bool) -> Work:
-        products = kernels.experts(rows, slots, masked=masked)
-        return products.plus(kernels.stream_experts(rows, masked=masked))
+    def _experts(self, kernels: LayerKernels, rows: float, masked: bool, rounds: int) -> Work:
+        """`rows` of a rank in `rounds`, of which each reads the weights anew."""
+        whole = self.setting.experts == "tensor_parallel"
+        slots = float(self.model.moe.slot_experts if whole else self.setting.slots_per_rank)
+        products = kernels.experts(rows / rounds, slots, masked=masked)
+        one = products.plus(kernels.stream_experts(rows / rounds, masked=masked))
+        return one.times(rounds) if rounds > 1 else one
