@@ -27,6 +27,12 @@ def chip_of(x: Tensor) -> Chip:
     return _chip(x.device.index)
 
 
+def require_kernels(device: torch.device) -> None:
+    """KernelError for a chip without a table: to be asked before weights are read."""
+    if device.type == "cuda":
+        _chip(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @cache
 def _chip(index: int) -> Chip:
     found = torch.cuda.get_device_properties(index)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from moe_runtime.checkpoint.load import LoadReport, load_rank
 from moe_runtime.checkpoint.reader import Checkpoint
+from moe_runtime.errors import UserError
+from moe_runtime.kernels.errors import KernelError
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.placement.placement import Placement
 from moe_runtime.spec.weights import TensorTarget
@@ -26,7 +28,10 @@ class WeightReader:
     rank: int
 
     def read(self, path: Path, placement: Placement) -> tuple[Decoder, LoadReport]:
-        """A decoder with the weights of a checkpoint, ready to run. Raises CheckpointError."""
+        """A decoder with the weights of a checkpoint, ready to run.
+
+        Raises CheckpointError, and UserError where the kernels of the plan cannot run.
+        """
         with Checkpoint.open(path) as checkpoint:
             return self._filled(checkpoint, placement)
 
@@ -43,7 +48,10 @@ class WeightReader:
     def _filled(
         self, checkpoint: Checkpoint, placement: Placement, wanted: Callable[[], bool] = lambda: True
     ) -> tuple[Decoder, LoadReport]:
-        decoder = self.build()
+        try:
+            decoder = self.build()
+        except KernelError as error:  # a chip without kernels, or a library that the plan asks for
+            raise UserError(f"the plan's kernels cannot run here: {error}") from error
         report = load_rank(
             checkpoint,
             self.targets,

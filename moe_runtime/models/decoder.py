@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from moe_runtime.expert_parallel.buffer import Buffers
 from moe_runtime.kernels import registry
+from moe_runtime.kernels.chip import require_kernels
 from moe_runtime.kernels.registry import Kernels
 from moe_runtime.models.context import StepContext
 from moe_runtime.models.layer import DecoderLayer, DenseLayer, MoeLayer, SlotChooser
@@ -102,9 +103,10 @@ def build_decoder(
 
     `slot_tables` has one entry per MoE layer, in order; `slots_per_rank` is how many experts'
     weights each MoE layer holds here. `deterministic`: a row's result does not depend on the rows
-    beside it, bit for bit. `kernels` is asked once per operation.
+    beside it, bit for bit. `kernels` is asked once per operation. KernelError where none can run.
     """
     assert len(slot_tables) == spec.num_moe_layers, "one slot table per MoE layer"
+    require_kernels(device)
     ops = Ops.of(kernels, column(device.type, deterministic=deterministic))
     rope = Rope(spec.rope, max_positions=spec.max_positions, device=device)
     layers: list[DecoderLayer] = []

@@ -38,3 +38,17 @@ def test_amd(monkeypatch):
     assert target(monkeypatch, name=name, major=9, arch="gfx942:sramecc+:xnack-", hip="6.4") is GFX_942
     with pytest.raises(KernelError, match=name):
         target(monkeypatch, name=name, major=9, arch="gfx90a:sramecc+:xnack-", hip="6.4")
+
+
+def test_a_decoder_is_refused_before_its_weights_are_read(monkeypatch):
+    """Found out at the first launch, an old chip would cost the time of reading the weights."""
+    properties = SimpleNamespace(name="NVIDIA T4", major=7, gcnArchName="", multi_processor_count=40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.version, "hip", None)
+    chip._chip.cache_clear()
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(KernelError, match="no kernels for NVIDIA T4"):
+            chip.require_kernels(torch.device(device))
+    chip._chip.cache_clear()
+    chip.require_kernels(torch.device("cpu"))

@@ -1,11 +1,18 @@
 """Which kernels a plan gets, and what a report calls them."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
+
+from moe_runtime.errors import UserError
+from moe_runtime.kernels.errors import KernelError
 from moe_runtime.kernels.experts import reference as experts
 from moe_runtime.kernels.mla_decode import cpu as mla_decode
 from moe_runtime.kernels.paged import reference as paged
 from moe_runtime.launch.kernels import kernels_in_use, kernels_of
+from moe_runtime.launch.weights import WeightReader
+from moe_runtime.placement.placement import linear
 from moe_runtime.report.show import kernels_as_text
 from tests.plan.plans import UNIFIED, effective
 from tests.spec.model_specs import SMALL_DEEPSEEK, SMALL_QWEN
@@ -35,3 +42,14 @@ def test_a_report_names_what_ran(tmp_path):
     assert qwen["gqa_decode"] == "gqa_decode.triton"
     same = kernels_in_use(unified(tmp_path, f"{AT}.deterministic=true"), SMALL_DEEPSEEK, "cpu")
     assert same["linear"] == "linear.cpu_invariant"
+
+
+def test_kernels_that_cannot_run_are_the_users_to_mend(monkeypatch):
+    def build():
+        raise KernelError("no kernels for NVIDIA T4")
+
+    monkeypatch.setattr("moe_runtime.launch.weights.Checkpoint.open", nullcontext)
+    reader = WeightReader(build=build, targets=(), skipped=lambda name: False, rank=0)
+    placement = linear(num_layers=1, num_experts=1, num_ranks=1, redundant_experts=0)
+    with pytest.raises(UserError, match="cannot run here: no kernels for NVIDIA T4"):
+        reader.read(Path(), placement)
