@@ -48,12 +48,13 @@ class GroupedRows:
 class MaskedRows:
     """Received rows with static shapes: decode on a device. capacity = ranks x tokens per rank and round.
 
-    x        [s, capacity, H] as it travelled; the first counts[i] rows of slot i are valid, in order
-             (source rank, token) unless the backend says otherwise; the others hold anything
-    counts   int32 [s]
-    weights  [s, capacity] fp32 or None, as in GroupedRows
-    state    opaque
-    scales   fp32 [s, capacity, H / 128] if x is fp8, as in GroupedRows
+    x              [s, capacity, H] as it travelled; the first counts[i] rows of slot i are valid, in order
+                   (source rank, token) unless the backend says otherwise; the others hold anything
+    counts         int32 [s]
+    weights        [s, capacity] fp32 or None, as in GroupedRows
+    state          opaque
+    scales         fp32 [s, capacity, H / 128] if x is fp8, as in GroupedRows
+    rows_per_slot  how many rows the host expects of a slot, as `counts` lie on the device; None: no idea
     """
 
     x: Tensor
@@ -61,6 +62,7 @@ class MaskedRows:
     weights: Tensor | None
     state: Any
     scales: Tensor | None = None
+    rows_per_slot: int | None = None
 
     @property
     def starts(self) -> Tensor:
@@ -74,6 +76,15 @@ class MaskedRows:
 
 
 Rows = GroupedRows | MaskedRows
+
+
+def rows_per_slot(slot_ids_TK: Tensor, slots_per_rank: int) -> int | None:
+    """Rows of a slot on average, if all ranks dispatch as many as this one; None if this one is idle.
+
+    From shapes alone. R ranks bring T * K rows each to R * slots_per_rank slots.
+    """
+    T, K = slot_ids_TK.shape
+    return -(-T * K // slots_per_rank) or None
 
 
 def _values(x: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -10,12 +10,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import Buffer, CombineOrder, MaskedRows, Rows, Sent
+from moe_runtime.expert_parallel.buffer import (
+    Buffer,
+    CombineOrder,
+    MaskedRows,
+    Rows,
+    Sent,
+    rows_per_slot,
+)
 
 
 @dataclass(slots=True)
 class _Dispatch:
     sent: Sent[Rows]
+    slot_ids_TK: Tensor
     capacity: int
 
     def wait(self) -> MaskedRows:
@@ -27,6 +35,7 @@ class _Dispatch:
             weights=None,
             state=grouped,
             scales=None if grouped.scales is None else _spread(grouped.scales, valid_sC),
+            rows_per_slot=rows_per_slot(self.slot_ids_TK, len(grouped.counts)),
         )
 
 
@@ -44,7 +53,8 @@ class MaskedBuffer:
 
     def dispatch(self, x_TH: Tensor, slot_ids_TK: Tensor, weights_TK: Tensor) -> _Dispatch:
         """As `inner`; the rows are spread when they are waited for."""
-        return _Dispatch(self._inner.dispatch(x_TH, slot_ids_TK, weights_TK), self._capacity)
+        sent = self._inner.dispatch(x_TH, slot_ids_TK, weights_TK)
+        return _Dispatch(sent, slot_ids_TK, self._capacity)
 
     def combine(self, y_sCH: Tensor, rows: Rows) -> Sent[Tensor]:
         """The valid rows of `y_sCH`, brought back by `inner`."""

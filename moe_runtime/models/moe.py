@@ -102,6 +102,7 @@ class Experts(nn.Module):
             self.down,
             weights,
             masked=isinstance(rows, MaskedRows),
+            rows_per_slot=rows.rows_per_slot if isinstance(rows, MaskedRows) else None,
         )
         return y_NH.view(x.shape)
 

@@ -78,13 +78,13 @@ def check_case(buffer: Buffer, case: Case, rank: int) -> list[str]:
     for number, part in enumerate(case.parts(rank)):
         handle = buffer.dispatch(sent.x_TH[part], sent.slot_ids_TK[part], sent.weights_TK[part])
         rows = handle.wait()
-        problems += rows_problems(case, rows) + order_problems(case, rows, rank, number)
+        problems += rows_problems(case, rows, len(sent.x_TH[part])) + order_problems(case, rows, rank, number)
         out_TH[part] = buffer.combine(run_experts(case, rows, rank), rows).wait()
     return problems + output_problems(case, sent, out_TH)
 
 
-def rows_problems(case: Case, rows: Rows) -> list[str]:
-    """Shapes and dtypes that the contract promises."""
+def rows_problems(case: Case, rows: Rows, num_sent: int) -> list[str]:
+    """Shapes, dtypes and the hint that the contract promises a rank that has sent so many rows."""
     s, H = case.placement.slots_per_rank, case.hidden
     wire = Payload(case.payload or case.dtype)
     shape: tuple[int, ...] = (int(rows.counts.sum()), H)
@@ -99,6 +99,10 @@ def rows_problems(case: Case, rows: Rows) -> list[str]:
     problems = [] if found == wanted else [f"rows are {found}, not {wanted}"]
     if not torch.equal(rows.starts.long(), starts.long()):
         problems.append(f"starts {rows.starts.tolist()}")
+    if isinstance(rows, MaskedRows):
+        hint = -(-num_sent * case.top_k // s) if num_sent else None
+        if rows.rows_per_slot != hint:
+            problems.append(f"{rows.rows_per_slot} rows per slot, not {hint}")
     scales = None if rows.scales is None else (tuple(rows.scales.shape), rows.scales.dtype)
     if scales != (((*shape[:-1], H // 128), torch.float32) if wire.scaled else None):
         problems.append(f"scales are {scales}")

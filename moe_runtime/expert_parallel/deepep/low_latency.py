@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_runtime.expert_parallel.buffer import MaskedRows
+from moe_runtime.expert_parallel.buffer import MaskedRows, rows_per_slot
 from moe_runtime.expert_parallel.deepep.adapter import Adapter
 from moe_runtime.expert_parallel.deepep.library import Library, call
 from moe_runtime.expert_parallel.deepep.meter import Combining, DeviceMeter
@@ -58,7 +58,14 @@ class _Dispatch:
             row_bytes=shape.wire_row_bytes + MESSAGE_HEADER_BYTES,
         )
         state = _State(self.handle, self.topk_idx_TK, self.weights_TK, self.counts_s.sum() - own)
-        return MaskedRows(x=x_sCH, counts=self.counts_s, weights=None, state=state, scales=scales)
+        return MaskedRows(
+            x=x_sCH,
+            counts=self.counts_s,
+            weights=None,
+            state=state,
+            scales=scales,
+            rows_per_slot=rows_per_slot(self.topk_idx_TK, shape.slots_per_rank),
+        )
 
 
 class LowLatencyBuffer(Adapter):
