@@ -1,5 +1,6 @@
 """How the ranks of an instance reach each other for step agreement: a window, or windows and a tree."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -8,6 +9,7 @@ from moe_runtime.engine.exchange import Exchange, LocalExchange, SharedExchange
 from moe_runtime.engine.node_exchange import NodeExchange
 from moe_runtime.engine.node_tree import NodeTree
 from moe_runtime.launch.place import Place
+from moe_runtime.launch.rendezvous import opening
 from moe_runtime.shared_memory import Window, WindowAddress
 
 
@@ -39,18 +41,23 @@ class Agreement:
         self._tree = NodeExchange.make_tree(place.nodes, place.node, timeout=self.timeout)
         return AgreementAddress(window=self._window.address, tree=self._tree.listen())
 
-    def connect(self, leaders: list[AgreementAddress | None]) -> Exchange:
-        """COLLECTIVE: `leaders` are the addresses that the leaders published, by node."""
+    def connect(self, leaders: Sequence[AgreementAddress | None]) -> Exchange:
+        """COLLECTIVE: `leaders` are the addresses that the leaders published, by node.
+
+        PeerLost, or StepTimeout between nodes, names a leader that is gone or late.
+        """
         place = self.place
         address = leaders[place.node]
         if address is None:
             return LocalExchange()
-        if len(place.nodes) == 1:
-            return SharedExchange.open(
-                address.window, rank=place.rank, num_ranks=place.num_ranks, timeout=self.timeout
-            )
         if self._tree is not None:
             self._tree.connect([a.tree for a in leaders if a is not None and a.tree is not None])
-        return NodeExchange.open(
-            address.window, rank=place.rank, nodes=place.nodes, timeout=self.timeout, tree=self._tree
-        )
+        rank, timeout = place.rank, self.timeout
+        with opening("agreement window", place.here.start):
+            if len(place.nodes) == 1:
+                return SharedExchange.open(
+                    address.window, rank=rank, num_ranks=place.num_ranks, timeout=timeout
+                )
+            return NodeExchange.open(
+                address.window, rank=rank, nodes=place.nodes, timeout=timeout, tree=self._tree
+            )

@@ -19,6 +19,7 @@ from moe_runtime.engine.balancing.wire import NewPlacement
 from moe_runtime.engine.sockets import Outbox
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.launch.place import Place
+from moe_runtime.launch.rendezvous import opening
 from moe_runtime.placement.placement import Placement
 from moe_runtime.shared_memory import WindowAddress
 from moe_runtime.spec.model import ModelSpec
@@ -58,7 +59,7 @@ def make_expert_desk(
         placement=placement,
         table=table,
         registry=registry,
-        staging=[Staging.open(address, **sizes) for address in staging if address is not None],
+        staging=open_staging(staging, **sizes),
         bytes_per_step=settings.bytes_per_step,
         timeout=settings.timeout_s,
     )
@@ -76,6 +77,18 @@ def make_expert_desk(
         solver=solver,
     )
     return desk
+
+
+def open_staging(
+    addresses: Sequence[WindowAddress | None], *, num_slots: int, slot_bytes: int
+) -> list[Staging]:
+    """Those of all ranks of the instance, which all have one. PeerLost names one that is gone."""
+    staging = []
+    for rank, address in enumerate(addresses):
+        assert address is not None, f"rank {rank} moves no experts"
+        with opening("staging window", rank):
+            staging.append(Staging.open(address, num_slots=num_slots, slot_bytes=slot_bytes))
+    return staging
 
 
 def _controller(place: Place, mover: Mover, solver: SolverProcess, send: Send) -> Controller:

@@ -1,4 +1,4 @@
-"""The dispatch buffer of a rank, by the backend's name in the effective plan, and its dispatch modes."""
+"""The dispatch buffer of a rank, by the backend's name in the plan: its modes, and its node's window."""
 
 import torch
 
@@ -8,7 +8,11 @@ from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.masked import MaskedBuffer
 from moe_runtime.expert_parallel.payload import Payload
 from moe_runtime.expert_parallel.shm import ShmBuffer, ShmSizes
+from moe_runtime.expert_parallel.where import Where
+from moe_runtime.launch.place import Place
+from moe_runtime.launch.rendezvous import opening
 from moe_runtime.plan.effective import EffectiveDeployment
+from moe_runtime.shared_memory import Window, WindowAddress
 from moe_runtime.spec.model import ModelSpec
 
 RankBuffer = LocalBuffer | CollectiveBuffer | ShmBuffer
@@ -51,3 +55,22 @@ def by_mode(buffer: Buffer, deployment: EffectiveDeployment) -> Buffers:
     capacity = deployment.expert_parallel * deployment.dispatch.max_tokens
     have: Buffers = {"normal": buffer, "low_latency": MaskedBuffer(buffer, capacity=capacity)}
     return {mode: have[mode] for mode in deployment.dispatch.modes}
+
+
+def dispatch_window(buffer: RankBuffer, place: Place) -> Window | None:
+    """LOCAL: what the ranks of a node share, made by its leader: rows, or only who has come to a dispatch."""
+    if isinstance(buffer, ShmBuffer):
+        return buffer.create_window()
+    return buffer.create_window(len(place.here)) if isinstance(buffer, CollectiveBuffer) else None
+
+
+def connect_buffer(buffer: RankBuffer, place: Place, address: WindowAddress | None, where: Where) -> None:
+    """LOCAL: map the window that this node's leader published. PeerLost when the leader has ended."""
+    if isinstance(buffer, LocalBuffer):
+        return
+    assert address is not None, "the node's leader made no window"
+    with opening("dispatch window", place.here.start):
+        if isinstance(buffer, ShmBuffer):
+            buffer.connect(address, where=where)
+        else:
+            buffer.connect(address, here=place.here, where=where)

@@ -94,6 +94,15 @@ def contact(with_what: str) -> Iterator[None]:
         raise PeerLost(f"lost contact to {with_what}: {first_line}") from error
 
 
+@contextmanager
+def opening(what: str, rank: int) -> Iterator[None]:
+    """An OSError in here, as of a window whose maker has ended since it published it, becomes PeerLost."""
+    try:
+        yield
+    except OSError as error:
+        raise PeerLost(f"rank {rank} is gone: its {what} cannot be opened: {error}") from error
+
+
 def _open(env: RankEnvironment) -> Store:
     return TCPStore(
         env.store_host,

@@ -30,13 +30,10 @@ from moe_runtime.engine.rank import RankEngine
 from moe_runtime.engine.sockets import Inbox, Outbox
 from moe_runtime.engine.structures import Structures
 from moe_runtime.engine.tally import Tally
-from moe_runtime.expert_parallel.collective import CollectiveBuffer
-from moe_runtime.expert_parallel.local import LocalBuffer
-from moe_runtime.expert_parallel.shm import ShmBuffer
 from moe_runtime.expert_parallel.slot_table import SlotTable
 from moe_runtime.launch.agreement import Agreement, AgreementAddress
 from moe_runtime.launch.balancing import make_expert_desk
-from moe_runtime.launch.buffers import RankBuffer, by_mode, make_buffer
+from moe_runtime.launch.buffers import RankBuffer, by_mode, connect_buffer, dispatch_window, make_buffer
 from moe_runtime.launch.kernels import kernels_of
 from moe_runtime.launch.place import Place
 from moe_runtime.launch.preflight import Preflight
@@ -147,7 +144,7 @@ def load(flight: Preflight, place: Place, collectives: CollectiveTrace | None = 
         layout=fingerprint(digest(repr(flight.model)), deployment.kv),
         agreement=Agreement(place, STEP_TIMEOUT),
         collectives=collectives,
-        dispatch_window=_dispatch_window(buffer, place) if place.leads else None,
+        dispatch_window=dispatch_window(buffer, place) if place.leads else None,
         report=report,
     )
 
@@ -185,7 +182,7 @@ def assemble(
     peers = [c for c in cards if c.instance == place.instance.name]
     clock = StepClock(trace=trace)
     leaders = [next(c for c in peers if c.rank == ranks.start) for ranks in place.nodes]
-    _connect(loaded.buffer, place, leaders[place.node].dispatch_window, clock)
+    connect_buffer(loaded.buffer, place, leaders[place.node].dispatch_window, clock)
     exchange = loaded.agreement.connect([c.agreement for c in leaders])
     if loaded.collectives is not None:
         loaded.collectives.where = clock
@@ -216,21 +213,11 @@ def _desk(
     flight: Preflight, loaded: Loaded, cards: list[RankCard], scheduler: Scheduler, clock: StepClock
 ) -> RequestDesk:
     place, deployment = loaded.place, loaded.place.deployment
-    mine = next(c for c in cards if (c.instance, c.rank) == (place.instance.name, place.rank))
-    peers = [c for c in cards if c.instance == place.instance.name]
-    differing = [c.rank for c in peers if c.placement != mine.placement]
-    assert not differing, f"ranks {differing} hold another placement than rank {place.rank}"
-
+    identity = _identity(loaded, cards)
+    peers = [c for c in cards if c.instance == identity.instance]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox: Inbox[ToRank] = Inbox(context, mine.inbox, ToRank)
+    inbox: Inbox[ToRank] = Inbox(context, identity.addresses[identity.instance, place.rank], ToRank)
     outbox = Outbox(context)
-    identity = Identity(
-        instance=place.instance.name,
-        deployment=deployment.name,
-        rank=place.rank,
-        num_ranks=place.num_ranks,
-        addresses={(c.instance, c.rank): c.inbox for c in cards},
-    )
     tally = Tally(flight.model.num_moe_layers)
     reloader = Reloader(identity.instance, place.rank, loaded.decoder.tensors(), loaded.reader.reread)
     return RequestDesk(
@@ -282,6 +269,21 @@ def _desk(
     )
 
 
+def _identity(loaded: Loaded, cards: list[RankCard]) -> Identity:
+    """Who this rank is, and where all others are; those of its instance must hold its placement."""
+    place, placement = loaded.place, loaded.placement.digest
+    peers = [c for c in cards if c.instance == place.instance.name]
+    differing = [c.rank for c in peers if c.placement != placement]
+    assert not differing, f"ranks {differing} hold another placement than rank {place.rank}"
+    return Identity(
+        instance=place.instance.name,
+        deployment=place.deployment.name,
+        rank=place.rank,
+        num_ranks=place.num_ranks,
+        addresses={(c.instance, c.rank): c.inbox for c in cards},
+    )
+
+
 def _transport(loaded: Loaded, cards: list[RankCard]) -> HostTransport | None:
     """What a decode rank fetches KV with."""
     deployment = loaded.place.deployment
@@ -289,20 +291,3 @@ def _transport(loaded: Loaded, cards: list[RankCard]) -> HostTransport | None:
         return None
     exports = [c.pool for c in cards if c.pool is not None]
     return HostTransport(loaded.kv_cache, deployment.kv.primary, loaded.layout, exports)
-
-
-def _dispatch_window(buffer: RankBuffer, place: Place) -> Window | None:
-    """What the ranks of a node share for dispatches: the rows, or only who has come to which."""
-    if isinstance(buffer, ShmBuffer):
-        return buffer.create_window()
-    return buffer.create_window(len(place.here)) if isinstance(buffer, CollectiveBuffer) else None
-
-
-def _connect(buffer: RankBuffer, place: Place, address: WindowAddress | None, clock: StepClock) -> None:
-    if isinstance(buffer, LocalBuffer):
-        return
-    assert address is not None
-    if isinstance(buffer, ShmBuffer):
-        buffer.connect(address, where=clock)
-    else:
-        buffer.connect(address, here=place.here, where=clock)

@@ -54,7 +54,13 @@ class NodeExchange:
     def make_tree(nodes: Sequence[range], node: int, *, timeout: float) -> NodeTree:
         """LOCAL: a leader's place in the tree, to `listen` at before others `connect`."""
         rows, words = max(len(n) for n in nodes), 1 + vector_words(nodes[-1].stop)
-        return NodeTree(node, TreeShape(len(nodes)), block_bytes=rows * words * 8, timeout=timeout)
+        return NodeTree(
+            node,
+            TreeShape(len(nodes)),
+            block_bytes=rows * words * 8,
+            timeout=timeout,
+            leaders=[ranks.start for ranks in nodes],
+        )
 
     @classmethod
     def open(

@@ -14,7 +14,7 @@ per block.
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -24,6 +24,7 @@ from moe_runtime.errors import PeerLost, StepTimeout
 # for its parent's answer near the root and at the leaves.
 CHILDREN = (0.65, 0.85)
 ANSWER = (0.87, 0.97)
+CONNECTING = "connecting the agreement tree of nodes"
 _HEADER = struct.Struct("<q")  # step
 Address = tuple[str, int]
 
@@ -89,10 +90,22 @@ class TreeShape:
 
 
 class NodeTree:
-    """One leader's place in the tree. Use: `listen`, publish the address, `connect`, `allgather` per step."""
+    """One leader's place in the tree. Use: `listen`, publish the address, `connect`, `allgather` per step.
 
-    def __init__(self, node: int, shape: TreeShape, *, block_bytes: int, timeout: float) -> None:
+    `leaders`: the rank that stands for each node in the errors of `connect`; by default the node's number.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        shape: TreeShape,
+        *,
+        block_bytes: int,
+        timeout: float,
+        leaders: Sequence[int] | None = None,
+    ) -> None:
         self.node = node
+        self._leaders = range(shape.num_nodes) if leaders is None else leaders
         self.shape = shape
         self._timeout = timeout
         self._listener: socket.socket | None = None
@@ -117,13 +130,14 @@ class NodeTree:
         return host, port
 
     def connect(self, addresses: Sequence[Address]) -> None:
-        """Connect to the parent and wait for the children; raises StepTimeout naming who is missing."""
+        """Connect to the parent and wait for the children.
+
+        Raises StepTimeout naming who is missing, PeerLost naming a parent that is gone.
+        """
         deadline = time.monotonic() + self._timeout
         parent = self.shape.parent(self.node)
         if parent is not None:
-            self._up = socket.create_connection(addresses[parent], timeout=self._timeout)
-            self._tune(self._up)
-            self._up.sendall(self.node.to_bytes(4, "little"))
+            self._connect_up(parent, addresses[parent])
         expected = set(self.shape.children(self.node))
         assert self._listener is not None, "listen first"
         while missing := expected - set(self._down):
@@ -134,12 +148,7 @@ class NodeTree:
                 name = bytearray(4)
                 _receive(child, [memoryview(name)], deadline)
             except TimeoutError:
-                raise StepTimeout(
-                    step=-1,
-                    operation="connecting the agreement tree of nodes",
-                    ranks=sorted(missing),
-                    seconds=self._timeout,
-                ) from None
+                raise self._missing(missing) from None
             except ConnectionError:
                 continue
             number = int.from_bytes(name, "little")
@@ -185,6 +194,21 @@ class NodeTree:
                 connection.close()
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _connect_up(self, parent: int, address: Address) -> None:
+        try:
+            self._up = socket.create_connection(address, timeout=self._timeout)
+            self._tune(self._up)
+            self._up.sendall(self.node.to_bytes(4, "little"))
+        except TimeoutError:
+            raise self._missing([parent]) from None
+        except OSError as error:  # it listened when it published the address
+            rank = self._leaders[parent]
+            raise PeerLost.in_step(step=-1, layer=-1, operation=CONNECTING, ranks=[rank]) from error
+
+    def _missing(self, nodes: Iterable[int]) -> StepTimeout:
+        ranks = sorted(self._leaders[node] for node in nodes)
+        return StepTimeout(step=-1, operation=CONNECTING, ranks=ranks, seconds=self._timeout)
 
     def _piece(self, node: int, block_bytes: int) -> list[memoryview]:
         """States and blocks of a subtree: views into the whole."""
