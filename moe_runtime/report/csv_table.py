@@ -14,7 +14,9 @@ import msgspec
 from moe_runtime.report.cost import costs
 from moe_runtime.report.schema import Report
 
-_LEFT_OUT = frozenset({"plan", "request_log", "timeline", "rank_loads", "missing", "schema_version"})
+_LEFT_OUT = frozenset(
+    {"plan", "request_log", "timeline", "rank_loads", "rebalances", "missing", "schema_version"}
+)
 # A spreadsheet takes a text that begins so for a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 

@@ -9,6 +9,7 @@ from moe_runtime.report.tally import DeploymentTally, RankTally
 
 # Phases are exclusive, so they add up to the step; clocks are read at slightly different moments.
 _PHASE_TOLERANCE = 0.02
+_UNLOGGED = "ranks keep no log of decisions about experts: see /admin/placement and the metrics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ def describe(
         attribution=gaps.given(tally.attribution, f"{path}.attribution", untimed),
         timeline=gaps.given(timeline, f"{path}.timeline", "no step of this deployment was recorded"),
         rank_loads=gaps.given(tally.rank_loads, f"{path}.rank_loads", "no rows were counted by rank"),
+        balancing=gaps.given(tally.balancing, f"{path}.balancing", _UNLOGGED),
     )
 
 

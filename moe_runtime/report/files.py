@@ -36,7 +36,7 @@ def load_report(path: Path) -> Report:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         version = msgspec.json.decode(data, type=_Head).schema_version
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{path}: not a report of moe-runtime: {error}") from error
     if not OLDEST_VERSION <= version <= SCHEMA_VERSION:
         raise InputError(
@@ -49,7 +49,7 @@ def load_report(path: Path) -> Report:
         else:
             report = msgspec.json.decode(data, type=Report)
         _require_tables(report)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{path}: not a valid report: {error}") from error
     return report
 
@@ -61,7 +61,7 @@ def _from_version_1(data: dict[str, Any]) -> Report:
     paths = ["simulation"]
     for section in deployments if isinstance(deployments, list) else ():
         if isinstance(section, dict):
-            fields = ("attribution", "timeline", "rank_loads")
+            fields = ("attribution", "timeline", "rank_loads", "balancing")
             section.update(dict.fromkeys(fields))
             paths += [f"deployments.{section.get('name')}.{field}" for field in fields]
     missing = data.get("missing")

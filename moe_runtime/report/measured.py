@@ -104,6 +104,7 @@ class Measured:
             balancedness=_balancedness(instances, self._moe_layers, f"deployments.{facts.name}", gaps),
             attribution=None,
             rank_loads=_rank_loads(instances, f"deployments.{facts.name}.rank_loads", gaps),
+            balancing=None,
         )
 
     def timeline(self, facts: DeploymentFacts, whole: Span) -> Timeline | None:

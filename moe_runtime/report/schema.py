@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from moe_runtime.report.schema_time import Attribution, RankLoads, Simulation, Timeline
+from moe_runtime.report.schema_time import Attribution, Balancing, RankLoads, Simulation, Timeline
 
 SCHEMA_VERSION = 2
 OLDEST_VERSION = 1  # that is read: see files.py
@@ -233,6 +233,7 @@ class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     attribution: Attribution | None
     timeline: Timeline | None
     rank_loads: RankLoads | None
+    balancing: Balancing | None = None
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -3,6 +3,8 @@
 Everything here is explained in docs/report.md. Simulated runs have all of it, measured ones what they can.
 """
 
+from typing import Literal
+
 import msgspec
 
 
@@ -60,6 +62,41 @@ class RankLoads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     instance: str
     before: tuple[tuple[float, ...], ...] | None
     after: tuple[tuple[float, ...], ...]
+
+
+Outcome = Literal["done", "dropped", "failed", "unfinished"]
+
+
+class Rebalance(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A decision to change where the experts of an instance are, or how replicas share, and what came of it.
+
+    reason   of the decision; `why` it ended otherwise than planned, else empty
+    balancedness_before, _after  mean over layers of the loads in force then, under both placements
+    balancedness_predicted       that the balancer, who knows those loads by counting, expected afterwards
+    seconds  from the decision to the end
+    """
+
+    instance: str
+    decided: float
+    action: Literal["resplit", "move"]
+    reason: str
+    moves: int
+    moved_bytes: int
+    balancedness_before: float
+    balancedness_after: float
+    balancedness_predicted: float
+    outcome: Outcome
+    why: str
+    seconds: float
+
+
+class Balancing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the balancers of a deployment decided in the whole run; `waits` of the `decisions`: to stay."""
+
+    decisions: int
+    waits: int
+    late_windows: int
+    rebalances: tuple[Rebalance, ...]
 
 
 class Simulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

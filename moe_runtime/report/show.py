@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_runtime.report.schema import Deployment, Percentiles, Rate, Report, Throughput
-from moe_runtime.report.show_time import fill_time_use
+from moe_runtime.report.show_time import fill_rebalances, fill_time_use
 
 WIDTH = 100
 _WORST_LAYERS = 3
@@ -28,7 +28,12 @@ _PLAIN = box.Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 def render(report: Report, *, color: bool = False, width: int = WIDTH) -> str:
     """One report as text of at most `width` columns."""
     parts = [_head(report), _throughput(report, color), _deployments(report, color), _latency(report, color)]
-    parts += [_phases(report, color), _time_use(report, color), _balance(report, color)]
+    parts += [
+        _phases(report, color),
+        _time_use(report, color),
+        _balance(report, color),
+        _rebalances(report, color),
+    ]
     parts += [
         bullets("Warnings", report.warnings, width),
         bullets("Not available (n/a)", _reasons(report), width),
@@ -252,6 +257,14 @@ def _balance(report: Report, color: bool) -> RenderableType:
             grid.add_row(d.name, str(b.layer), *(number(v) for v in (b.mean, b.p5, b.of_sum)))
     title = "Balancedness of the ranks (mean load / max load; 1 is even), worst layers"
     return titled(title, grid, color=color)
+
+
+def _rebalances(report: Report, color: bool) -> RenderableType:
+    """Of simulated runs."""
+    columns = ["", "at, s", "", "slots", "GB", "balancedness", "seconds"]
+    grid = table(columns, color=color)
+    below = fill_rebalances(grid, report)
+    return titled("Experts that moved, or were shared anew", grid, color=color, below=below)
 
 
 def _reasons(report: Report) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the wall time of a simulated run went, as text; part of `show`. Formatting only."""
+"""Where the wall time of a simulated run went, how experts moved: part of `show`. Formatting only."""
 
 from collections.abc import Sequence
 
@@ -6,6 +6,8 @@ from rich.table import Table
 
 from moe_runtime.report.schema import Report
 from moe_runtime.report.schema_time import Attribution, TimeShare
+
+_MOST_CHANGES = 12
 
 
 def fill_time_use(grid: Table, report: Report) -> None:
@@ -16,6 +18,25 @@ def fill_time_use(grid: Table, report: Report) -> None:
         grid.add_row(*row)
     if known:
         grid.add_row("ideal / real seconds of steps", *(_roofline(a) for a in known))
+
+
+def fill_rebalances(grid: Table, report: Report) -> str:
+    """A row for each of the first changes of all deployments; what to say of the others."""
+    known = [d.balancing for d in report.deployments if d.balancing is not None]
+    changes = sorted((r for b in known for r in b.rebalances), key=lambda r: r.decided)
+    for r in changes[:_MOST_CHANGES]:
+        grid.add_row(
+            r.instance,
+            f"{r.decided:.1f}",
+            r.action,
+            f"{r.moves:,}",
+            f"{r.moved_bytes / 1e9:.2f}",
+            f"{r.balancedness_before:.3f} -> {r.balancedness_after:.3f}",
+            f"{r.outcome} in {r.seconds:.1f}",
+        )
+    left = f"{len(changes) - _MOST_CHANGES} more; " if len(changes) > _MOST_CHANGES else ""
+    waits, decisions = sum(b.waits for b in known), sum(b.decisions for b in known)
+    return f"{left}{waits} of {decisions} decisions: to leave experts where they are"
 
 
 def _rows(columns: Sequence[Sequence[TimeShare]], prefix: str = "") -> list[list[str]]:

@@ -11,7 +11,7 @@ from typing import Protocol
 from moe_runtime.report.facts import DeploymentFacts, Gaps, Span
 from moe_runtime.report.outcomes import RequestOutcome
 from moe_runtime.report.schema import LayerBalance, Percentiles
-from moe_runtime.report.schema_time import Attribution, RankLoads, Timeline
+from moe_runtime.report.schema_time import Attribution, Balancing, RankLoads, Timeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +74,7 @@ class DeploymentTally:
     balancedness: tuple[LayerBalance, ...]
     attribution: Attribution | None
     rank_loads: RankLoads | None
+    balancing: Balancing | None
 
 
 class Evidence(Protocol):

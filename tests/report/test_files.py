@@ -117,9 +117,9 @@ def test_a_report_of_version_1_is_read_and_says_what_it_lacks(saved):
     for name in ("simulated", "simulation"):
         del data[name]
     for section in data["deployments"]:
-        for name in ("attribution", "timeline", "rank_loads"):
+        for name in ("attribution", "timeline", "rank_loads", "balancing"):
             del section[name]
-    new = ("simulation", "attribution", "timeline", "rank_loads")
+    new = ("simulation", "attribution", "timeline", "rank_loads", "balancing")
     data["missing"] = [m for m in data["missing"] if m["path"].split(".")[-1] not in new]
     path.write_text(json.dumps({**data, "schema_version": 1}))
     old = load_report(path)

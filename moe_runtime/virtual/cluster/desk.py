@@ -202,16 +202,20 @@ class Desk:
         lost = [t for t in self._tracks.values() if t.place is not None and t.place[0] == name]
         outputs = [self._output(track) for track in lost]
         instance.fail()
-        for router in self.routers.values():
-            for index, target in enumerate(router.targets):
-                if target.instance == name:
-                    router.set_down(index, down=True)
+        self.set_down(name, down=True)
         self._handovers.fail(name)
         for track, (output, last) in zip(lost, outputs, strict=True):
             self._end(track, FinishReason.ERROR, f"{name} failed", output=output, last=last)
         for track in self._tracks.values():
             if "decode" in track.routes and self._target(track, "decode")[0] == name:
                 self._unassign(track, "decode")
+
+    def set_down(self, name: str, *, down: bool) -> None:
+        """Requests go to the instance, or to none of its ranks."""
+        for router in self.routers.values():
+            for index, target in enumerate(router.targets):
+                if target.instance == name:
+                    router.set_down(index, down=down)
 
     def _output(self, track: Track) -> tuple[int, float | None]:
         """Tokens that a client has of a request by now, and when the last of them came."""

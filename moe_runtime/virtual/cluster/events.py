@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from moe_runtime.virtual.cluster.times import StepTimes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slowdown:
@@ -18,26 +16,21 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An instance dies, as it does when any of its ranks dies, and does not come back."""
-
-    instance: str
-    at: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rebalance:
-    """Experts move, unit after unit: staged beside the steps, then put in place by a step that takes longer.
-
-    stage_seconds   from the begin of each unit until all ranks have staged it
-    commit_seconds  that the step which commits a unit takes longer
-    times           step times once the last unit is committed; None: as before
+    """An instance dies, as it does when any of its ranks dies. `down`: seconds until it serves again, with
+    empty caches and where the plan has its experts start; None: it does not come back.
     """
 
     instance: str
     at: float
-    stage_seconds: tuple[float, ...]
-    commit_seconds: float = 0.0
-    times: StepTimes | None = None
+    down: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebalance:
+    """The balancer of an instance is asked to decide now, and to move experts whether it pays or not."""
+
+    instance: str
+    at: float
 
 
 ScriptedEvent = Slowdown | Failure | Rebalance

@@ -20,10 +20,11 @@ from moe_runtime.virtual.cluster.network import Copy, Network, RankName
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a prefilled sequence's KV lies."""
+    """Where a prefilled sequence's KV lies. `leases` are the rank's of that life."""
 
     rank: RankName
     lease: int
+    leases: Leases
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +58,14 @@ class Handovers:
         assert event.blocks is not None
         leases = self._leases.setdefault(rank, Leases(LEASE_SECONDS))
         lease = leases.grant(event.sequence.request.id, event.blocks, self._clock.now)
-        return Source(rank, lease.id)
+        return Source(rank, lease.id, leases)
 
     def let_go(self, source: Source) -> None:
         """Nobody wants the KV any more."""
         instance, rank = source.rank
 
         def message(scheduler: CountedScheduler) -> None:
-            blocks = self._leases[source.rank].release(source.lease)
+            blocks = source.leases.release(source.lease) if self._alive(source) else None
             if blocks is not None:
                 scheduler.pool.free(blocks)
 
@@ -89,7 +90,7 @@ class Handovers:
         self._pulling[sequence.request.id] = wanted
         found = sequence.kept_blocks * target.ranks.scheduler(rank).limits.block_tokens
         missing = sequence.prompt_len - found
-        if missing <= 0 or self._instances[source.rank[0]].failed:
+        if missing <= 0 or not self._alive(source):
             self._arrived(instance, rank, sequence, ok=missing <= 0)
             return
         self._network.start(
@@ -111,6 +112,12 @@ class Handovers:
                 source = wanted.pop(request).source
                 if source.rank[0] != name:
                     self._clock.at(now + LEASE_SECONDS, Kind.OUTSIDE, partial(self.let_go, source))
+        for rank in [rank for rank in self._leases if rank[0] == name]:
+            del self._leases[rank]
+
+    def _alive(self, source: Source) -> bool:
+        """The rank has not failed since it granted the lease."""
+        return self._leases.get(source.rank) is source.leases
 
     def _arrived(self, instance: str, rank: int, sequence: Sequence, *, ok: bool) -> None:
         target = self._instances[instance]

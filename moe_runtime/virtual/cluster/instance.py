@@ -19,9 +19,10 @@ from moe_runtime.scheduler.counted import CountedScheduler
 from moe_runtime.scheduler.scheduler import TokenEvent
 from moe_runtime.scheduler.sequences import Sequence
 from moe_runtime.virtual.cluster.agreement import Agreement
+from moe_runtime.virtual.cluster.balancing import Balancer
 from moe_runtime.virtual.cluster.clock import Clock, Kind
-from moe_runtime.virtual.cluster.events import Rebalance, Slowdown
-from moe_runtime.virtual.cluster.moving import PAUSE, Moving
+from moe_runtime.virtual.cluster.events import Slowdown
+from moe_runtime.virtual.cluster.moving import Moves, Moving
 from moe_runtime.virtual.cluster.overlap import OverlapGain
 from moe_runtime.virtual.cluster.ranks import Ranks
 from moe_runtime.virtual.cluster.records import Listener, StepRun
@@ -49,7 +50,9 @@ class Desk(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Instance:
-    """`fast_forward` False: every step is a turn of every rank."""
+    """`fast_forward` False: every step is a turn of every rank. `balancer` None: experts stay where they are.
+    `life` counts restarts.
+    """
 
     name: str
     ranks: Ranks
@@ -62,15 +65,17 @@ class Instance:
     listener: Listener
     desk: Desk
     fast_forward: bool = True
+    balancer: Balancer | None = None
     failed: bool = False
+    life: int = 0
     step: int = 0
     turns: int = 0
     _inbox: list[tuple[int, Message]] = field(default_factory=list)
     _parked: bool = True
+    _next_turn: int = 0
     _ends: deque[float] = field(default_factory=lambda: deque((0.0, 0.0), maxlen=2))
     _unobserved: deque[tuple[float, StepDecision, float]] = field(default_factory=deque)
     _slowdowns: list[Slowdown] = field(default_factory=list)
-    _rebalances: deque[Rebalance] = field(default_factory=deque)
     _moving: Moving | None = None
 
     # -- from outside -------------------------------------------------------------------------
@@ -91,19 +96,46 @@ class Instance:
         if scheduler.waiting or scheduler.table.ready.any():
             self._turn_at(self.clock.now)
 
-    def script(self, event: Slowdown | Rebalance) -> None:
-        """A slowdown or a rebalance begins."""
-        if isinstance(event, Slowdown):
-            self._slowdowns.append(event)
-            return
-        self._rebalances.append(event)
-        if self._parked and not self.failed:
-            self._turn_at(self.clock.now)
+    def slow_down(self, event: Slowdown) -> None:
+        """A slowdown begins."""
+        self._slowdowns.append(event)
+
+    def move(self, moves: Moves) -> None:
+        """Experts go to other slots; none may be on the move."""
+        assert self._moving is None
+        self._moving = Moving(moves, self.clock.now + moves.timeout)
+        self._wake()
+
+    def give_up(self, reason: str) -> None:
+        """Drop what is on the move, if anything is."""
+        if self._moving is not None and not self._moving.failed:
+            self._moving.failed = reason
+            self._wake()
+
+    def set_times(self, times: StepTimes) -> None:
+        """Steps take something else from the next one on."""
+        self.times = times
+        self.overlap.forget()
 
     def fail(self) -> None:
-        """Nothing happens here any more."""
-        self.failed = True
+        """Nothing happens here any more, unless it is started anew."""
+        self.failed, self._moving = True, None
+        self.life += 1
         self._inbox.clear()
+        if self.balancer is not None:
+            self.balancer.stop()
+
+    def restart(self, ranks: Ranks, agreement: Agreement) -> None:
+        """It serves again, with ranks that know nothing of the past; steps are numbered on."""
+        self.ranks, self.agreement, self.failed = ranks, agreement, False
+        self._parked, self._ends = True, deque((0.0, 0.0), maxlen=2)
+        self._unobserved.clear()
+        self.overlap.forget()
+
+    @property
+    def free_at(self) -> float:
+        """When the last step ends that has begun; 0 if none has."""
+        return self._ends[-1]
 
     def done_steps(self) -> tuple[int, float]:
         """Steps whose samples are out by now, and when the last of them ended (0 if none did)."""
@@ -112,14 +144,21 @@ class Instance:
 
     # -- turns --------------------------------------------------------------------------------
 
-    def _turn_at(self, time: float) -> None:
-        self._parked = False
-        self.clock.at(time, Kind.TURN, self._turn)
+    def _turn_at(self, time: float, *, parked: bool = False) -> None:
+        """The next turn is then; if the instance is parked, earlier where something wakes it."""
+        self._parked = parked
+        self._next_turn += 1
+        self.clock.at(time, Kind.TURN, partial(self._turn, self._next_turn))
 
-    def _turn(self) -> None:
-        if self.failed:
+    def _wake(self) -> None:
+        if self._parked and not self.failed:
+            self._turn_at(self.clock.now)
+
+    def _turn(self, number: int) -> None:
+        if self.failed or number != self._next_turn:
             return
         now, ranks = self.clock.now, self.ranks
+        self._parked = False
         self.turns += 1
         for _, message in self._take_inbox():
             message(self.step)
@@ -135,10 +174,10 @@ class Instance:
             self._deliver_at(self._ends[-1], ranks.flush())
             ranks.finish(self.step)
             self._turn_at(self._ends[-1])
-        elif decision.move.moving:
-            self._turn_at(now + PAUSE)
         else:
             self._parked = True
+            if self._moving is not None:
+                self._turn_at(self._moving.doze(now), parked=True)
             for rank, message in self._take_inbox():
                 self.send(rank, message)
 
@@ -147,8 +186,6 @@ class Instance:
         return inbox
 
     def _agree(self, now: float) -> StepDecision:
-        if self._moving is None and self._rebalances:
-            self._moving = Moving(self._rebalances.popleft())
         return self.agreement.decide(
             self.ranks,
             in_flight=int(self._ends[-1] > now),
@@ -159,15 +196,21 @@ class Instance:
     def _move(self, order: MoveOrder, now: float) -> float:
         """Follow the order about moving experts; seconds that the step takes longer for it."""
         moving = self._moving
-        if moving is None or not moving.follow(order, now):
+        if moving is None:
             return 0.0
+        if order.abort:
+            self._moving = None
+            moving.moves.dropped(moving.failed)
+        if not moving.follow(order, now):
+            return 0.0
+        committed = moving.unit - 1
         self.agreement.epoch += 1
         if moving.done:
             self._moving = None
-            if moving.script.times is not None:
-                self.times = moving.script.times
-                self.overlap.forget()
-        return moving.script.commit_seconds
+        times = moving.moves.committed(committed)
+        if times is not None:
+            self.set_times(times)
+        return moving.moves.units[committed - 1].commit_seconds
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -186,9 +229,7 @@ class Instance:
             micro_batches=2 if decision.micro_batches == 2 else 1,
         )
         factor = max([s.factor for s in self._slowdowns if s.start <= begin < s.end], default=1.0)
-        alone = self.agreement.budget is not None or self._moving is not None or extra > 0
-        turns = 1 if alone or not self.fast_forward else ranks.turns(step)
-        turns, last, cost = self._stretch(shape, turns, begin, factor)
+        turns, last, cost = self._stretch(shape, *self._alike(decision), begin, factor)
         if extra:
             cost = lengthened(cost, extra)
         end = begin + cost.seconds
@@ -205,12 +246,26 @@ class Instance:
         ranks.finish(self.step)
         self._turn_at(begin + last if self.depth else end)
 
+    def _alike(self, decision: StepDecision) -> tuple[int, float | None]:
+        """Steps from this one on that may be the same one, if they begin before that time."""
+        order, balancer = decision.move, self.balancer
+        if self.agreement.budget is not None or order.begin or order.commit or order.abort:
+            return 1, None
+        if self._inbox or not self.fast_forward:
+            return 1, None
+        turns, until = self.ranks.turns(self.step), self.outside()
+        if balancer is not None and turns > 1:
+            turns = min(turns, balancer.steps_left(decision.rows))
+        if self._moving is not None:
+            most, before = self._moving.alike()
+            turns, until = min(turns, most), before if until is None else min(until, before)
+        return turns, until
+
     def _stretch(
-        self, shape: StepShape, turns: int, begin: float, factor: float
+        self, shape: StepShape, turns: int, until: float | None, begin: float, factor: float
     ) -> tuple[int, float, StepCost]:
-        """How many of `turns` steps begin before anything else happens; when the last does; their cost."""
+        """How many of `turns` steps begin before `until`; when the last does; their cost."""
         first = slowed(self.times.step(shape), factor)
-        until = self.outside()
         if until is not None and turns > 1:
             # Contexts grow, so no step is shorter than the first.
             turns = min(turns, math.ceil((until - begin) / first.seconds))
@@ -224,31 +279,38 @@ class Instance:
 
     def _tell(self, decision: StepDecision, step: int, turns: int, begin: float, cost: StepCost) -> None:
         ranks = self.ranks
-        self.listener.steps(
-            StepRun(
-                instance=self.name,
-                first_step=step,
-                steps=turns,
-                start=begin,
-                seconds=cost.seconds,
-                decision=decision,
-                decode_R=ranks.decode_R.copy(),
-                prefill_R=ranks.new_R.copy(),
-                cached_R=ranks.cached_R.copy(),
-                recomputed_R=ranks.again_R.copy(),
-                preemptions_R=ranks.take_preemptions(),
-                kv_used_R=ranks.used_R.copy(),
-                cost=cost,
-            )
+        run = StepRun(
+            instance=self.name,
+            first_step=step,
+            steps=turns,
+            start=begin,
+            seconds=cost.seconds,
+            decision=decision,
+            decode_R=ranks.decode_R.copy(),
+            prefill_R=ranks.new_R.copy(),
+            cached_R=ranks.cached_R.copy(),
+            recomputed_R=ranks.again_R.copy(),
+            preemptions_R=ranks.take_preemptions(),
+            kv_used_R=ranks.used_R.copy(),
+            cost=cost,
         )
+        self.listener.steps(run)
+        if self._moving is not None:
+            self._moving.skip(turns - 1)
+        if self.balancer is not None and self.balancer.count(run):
+            self.clock.at(begin + cost.seconds, Kind.RESULT, partial(self._window_ended, self.life))
+
+    def _window_ended(self, life: int) -> None:
+        if life == self.life and self.balancer is not None:
+            self.balancer.window_ended()
 
     def _deliver_at(self, time: float, events: list[tuple[int, TokenEvent]]) -> None:
         """Have the desk told at the time when the samples are out."""
         if events:
-            self.clock.at(time, Kind.RESULT, partial(self._deliver, events))
+            self.clock.at(time, Kind.RESULT, partial(self._deliver, self.life, events))
 
-    def _deliver(self, events: list[tuple[int, TokenEvent]]) -> None:
-        if self.failed:
+    def _deliver(self, life: int, events: list[tuple[int, TokenEvent]]) -> None:
+        if life != self.life:
             return
         for rank, event in events:
             self.desk.token(self.name, rank, event)

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 
 from moe_runtime.engine.limits import agree_limits, chunk_budget, scheduler_limits
 from moe_runtime.errors import InputError
@@ -12,9 +13,10 @@ from moe_runtime.frontend.router import Router, Target, role_router
 from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan, InstancePlan
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cluster.agreement import Agreement
+from moe_runtime.virtual.cluster.balancing import Balancer
 from moe_runtime.virtual.cluster.clock import Clock, Kind
 from moe_runtime.virtual.cluster.desk import Desk
-from moe_runtime.virtual.cluster.events import Failure, ScriptedEvent, Slowdown
+from moe_runtime.virtual.cluster.events import Failure, Rebalance, ScriptedEvent, Slowdown
 from moe_runtime.virtual.cluster.handovers import Handovers
 from moe_runtime.virtual.cluster.instance import Instance
 from moe_runtime.virtual.cluster.network import Network
@@ -23,6 +25,10 @@ from moe_runtime.virtual.cluster.ranks import Ranks
 from moe_runtime.virtual.cluster.records import Listener
 from moe_runtime.virtual.cluster.requests import VirtualRequest
 from moe_runtime.virtual.cluster.times import StepTimes
+
+MakeBalancer = Callable[[Instance, Clock], Balancer]
+Change = tuple[float, Callable[[float], None]]
+NO_BALANCERS: Mapping[str, MakeBalancer] = MappingProxyType({})
 
 
 class Cluster:
@@ -38,11 +44,14 @@ class Cluster:
         listener: Listener,
         events: Sequence[ScriptedEvent] = (),
         admission: AdmissionLimits | None = None,
+        balancers: Mapping[str, MakeBalancer] = NO_BALANCERS,
+        changes: Callable[[Mapping[str, Instance]], Iterable[Change]] | None = None,
         fast_forward: bool = True,
     ) -> None:
-        _check(plan, events)
+        _check(plan, events, balancers)
         self.clock, self.network = Clock(), Network()
-        self._fast_forward = fast_forward
+        self._plan, self._model, self._balancers = plan, model, balancers
+        self._fast_forward, self._arriving = fast_forward, True
         self.instances: dict[str, Instance] = {}
         self.handovers = Handovers(
             self.instances, clock=self.clock, network=self.network, kv_seconds=kv_seconds
@@ -56,13 +65,15 @@ class Cluster:
             admission=None if admission is None else Admission(admission),
         )
         for one in plan.instances:
-            self.instances[one.name] = self._instance(plan, model, one, times, listener)
+            self.instances[one.name] = self._instance(one, times, listener)
+        self._changes = iter(changes(self.instances) if changes is not None else ())
         for event in events:
             self._schedule(event)
 
     def run(self, arrivals: Iterable[VirtualRequest]) -> None:
         """Serve all of them to their ends. InputError if they do not come in order of time."""
         self._next(iter(arrivals))
+        self._next_change()
         with _rare_collections():
             while self._step():
                 pass
@@ -86,6 +97,7 @@ class Cluster:
         """Wait for the next arrival."""
         request = next(arrivals, None)
         if request is None:
+            self._arriving = False
             return
         if request.at < self.clock.now:
             raise InputError(f"request {request.index} arrives at {request.at} s, before the one ahead of it")
@@ -96,50 +108,86 @@ class Cluster:
 
         self.clock.at(request.at, Kind.OUTSIDE, arrive)
 
+    def _next_change(self) -> None:
+        """Wait for the next change of what steps take, if it can still matter."""
+        if not (self._arriving or self.desk.num_requests):
+            return
+        due = next(self._changes, None)
+        if due is None:
+            return
+        at, change = due
+
+        def happen() -> None:
+            change(at)
+            self._next_change()
+
+        self.clock.at(at, Kind.OUTSIDE, happen)
+
     def _outside(self) -> float | None:
         """When something happens next."""
         times = [t for t in (self.clock.peek(), self.network.next_end()) if t is not None]
         return min(times, default=None)
 
-    def _instance(
-        self,
-        plan: EffectivePlan,
-        model: ModelSpec,
-        one: InstancePlan,
-        times: Mapping[str, StepTimes],
-        listener: Listener,
-    ) -> Instance:
-        deployment = plan.deployment(one.deployment)
-        limits, depth = agree_limits(deployment), deployment.scheduler.pipeline_depth
-        ranks = Ranks(
-            scheduler_limits(deployment, max_positions=model.max_positions),
-            len(one.ranks),
-            depth=depth,
-            lazy=self._fast_forward,
-        )
-        return Instance(
+    def _instance(self, one: InstancePlan, times: Mapping[str, StepTimes], listener: Listener) -> Instance:
+        deployment = self._plan.deployment(one.deployment)
+        ranks, agreement = self._parts(one)
+        instance = Instance(
             name=one.name,
             ranks=ranks,
-            agreement=Agreement(limits, (True,) * len(one.ranks), chunk_budget(deployment, plan.slo)),
-            depth=depth,
+            agreement=agreement,
+            depth=deployment.scheduler.pipeline_depth,
             times=times[deployment.name],
-            overlap=OverlapGain(limits),
+            overlap=OverlapGain(agreement.limits),
             clock=self.clock,
             outside=self._outside,
             listener=listener,
             desk=self.desk,
             fast_forward=self._fast_forward,
         )
+        self._give_balancer(instance)
+        return instance
+
+    def _parts(self, one: InstancePlan) -> tuple[Ranks, Agreement]:
+        """What an instance begins a life with."""
+        deployment = self._plan.deployment(one.deployment)
+        ranks = Ranks(
+            scheduler_limits(deployment, max_positions=self._model.max_positions),
+            len(one.ranks),
+            depth=deployment.scheduler.pipeline_depth,
+            lazy=self._fast_forward,
+        )
+        budget = chunk_budget(deployment, self._plan.slo)
+        return ranks, Agreement(agree_limits(deployment), (True,) * len(one.ranks), budget)
+
+    def _give_balancer(self, instance: Instance) -> None:
+        make = self._balancers.get(instance.name)
+        instance.balancer = None if make is None else make(instance, self.clock)
 
     def _schedule(self, event: ScriptedEvent) -> None:
         instance, at = self.instances[event.instance], self.clock.at
         if isinstance(event, Failure):
-            at(event.at, Kind.OUTSIDE, partial(self.desk.fail, event.instance))
+            at(event.at, Kind.OUTSIDE, partial(self._fail, event))
         elif isinstance(event, Slowdown):
-            at(event.start, Kind.OUTSIDE, partial(instance.script, event))
+            at(event.start, Kind.OUTSIDE, partial(instance.slow_down, event))
             at(event.end, Kind.OUTSIDE, _nothing)  # no run of steps goes beyond it
         else:
-            at(event.at, Kind.OUTSIDE, partial(instance.script, event))
+            at(event.at, Kind.OUTSIDE, partial(_force, instance))
+
+    def _fail(self, event: Failure) -> None:
+        instance = self.instances[event.instance]
+        self.desk.fail(event.instance)
+        if event.down is not None:
+            # The record of a step that the failure cut short is whole: what follows it, comes after it.
+            up = max(event.at + event.down, instance.free_at)
+            self.clock.at(up, Kind.OUTSIDE, partial(self._restart, instance, instance.life))
+
+    def _restart(self, instance: Instance, life: int) -> None:
+        if instance.life != life:
+            return  # it has failed again on its way
+        one = next(one for one in self._plan.instances if one.name == instance.name)
+        instance.restart(*self._parts(one))
+        self._give_balancer(instance)
+        self.desk.set_down(instance.name, down=False)
 
 
 def simulate(
@@ -152,6 +200,8 @@ def simulate(
     listener: Listener,
     events: Sequence[ScriptedEvent] = (),
     admission: AdmissionLimits | None = None,
+    balancers: Mapping[str, MakeBalancer] = NO_BALANCERS,
+    changes: Callable[[Mapping[str, Instance]], Iterable[Change]] | None = None,
 ) -> None:
     """Run the plan's control plane over the arrivals, in order of time, until every request has ended.
 
@@ -160,6 +210,8 @@ def simulate(
     listener    hears everything
     events      what is scripted to happen
     admission   what a server lets in, and no more than ranks may promise; None: everything, as a replay does
+    balancers   who moves experts of instances, made anew when one is started anew
+    changes     (time, what to do then) in order of time: changes of what steps take
 
     Raises InputError for events that name what the plan does not have, and for arrivals out of order.
     """
@@ -171,6 +223,8 @@ def simulate(
         listener=listener,
         events=events,
         admission=admission,
+        balancers=balancers,
+        changes=changes,
     )
     cluster.run(arrivals)
 
@@ -202,11 +256,21 @@ def _router(plan: EffectivePlan, deployment: EffectiveDeployment, *, bounded: bo
     )
 
 
-def _check(plan: EffectivePlan, events: Sequence[ScriptedEvent]) -> None:
+def _force(instance: Instance) -> None:
+    """Nobody is there to decide while it is down."""
+    if instance.balancer is not None and not instance.failed:
+        instance.balancer.force()
+
+
+def _check(
+    plan: EffectivePlan, events: Sequence[ScriptedEvent], balancers: Mapping[str, MakeBalancer]
+) -> None:
     ranks = {one.name: len(one.ranks) for one in plan.instances}
     for event in events:
         if event.instance not in ranks:
             raise InputError(f"instance {event.instance!r}: the plan has {', '.join(ranks)}")
+        if isinstance(event, Rebalance) and event.instance not in balancers:
+            raise InputError(f"{event.instance} has no balancer that could be asked to move experts")
         if isinstance(event, Slowdown):
             if not 0 <= event.rank < ranks[event.instance]:
                 raise InputError(f"rank {event.rank}: {event.instance} has {ranks[event.instance]}")

@@ -6,7 +6,7 @@ N runs of steps of an instance.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import MappingProxyType
 
 import numpy as np
 
@@ -15,27 +15,17 @@ from moe_runtime.report.facts import DeploymentFacts, Gaps, Span, weighted_perce
 from moe_runtime.report.outcomes import RequestOutcome
 from moe_runtime.report.records import F64, OVERLAP_REASONS
 from moe_runtime.report.schema import LayerBalance, Percentiles
-from moe_runtime.report.schema_time import Attribution, RankLoads, Timeline
+from moe_runtime.report.schema_time import Attribution, Balancing, Timeline
 from moe_runtime.report.tally import DeploymentTally, RankTally, Sent
 from moe_runtime.spec.limits import DISPATCH_MODES
 from moe_runtime.virtual.cluster.records import I64
 from moe_runtime.virtual.run.attribution import TimeSums, attribute
 from moe_runtime.virtual.run.collect import Collector, InstanceRuns, RankSums
+from moe_runtime.virtual.run.history import LoadHistory
 
+NO_BALANCING = Balancing(decisions=0, waits=0, late_windows=0, rebalances=())
 _CLOSE = 1e-9  # relative: times of one moment that were added up differently
 _UNCOUNTED = "a simulation times transfers; it does not count their {what}"
-
-
-class Loads(Protocol):
-    """What is assumed of a deployment's expert loads."""
-
-    def step_balancedness(self, tokens_N: F64) -> F64:
-        """Mean over layers, of a micro-batch of so many tokens of all ranks."""
-
-    def layers(self, tokens: float, steps: int) -> tuple[LayerBalance, ...]:
-        """Balancedness per MoE layer of micro-batches of `tokens`."""
-
-    def rank_loads(self, instance: str) -> RankLoads: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +38,15 @@ class _Tokens:
 
 
 class Simulated:
-    """Evidence of a run that `collector` heard whole. `loads` by deployment."""
+    """Evidence of a run that `collector` heard whole. `loads` and `balancing` by deployment."""
 
-    def __init__(self, collector: Collector, loads: Mapping[str, Loads]) -> None:
-        self._runs = collector.runs
-        self._loads = loads
+    def __init__(
+        self,
+        collector: Collector,
+        loads: Mapping[str, LoadHistory],
+        balancing: Mapping[str, Balancing] = MappingProxyType({}),
+    ) -> None:
+        self._runs, self._loads, self._balancing = collector.runs, loads, balancing
         self.outcomes: Sequence[RequestOutcome] = sorted(collector.outcomes, key=lambda r: r.index)
 
     @property
@@ -137,23 +131,26 @@ class Simulated:
             balancedness=layers,
             attribution=_attribution(windows, span, f"{path}.attribution", gaps),
             rank_loads=self._loads[facts.name].rank_loads(facts.instances[0]) if layers else None,
+            balancing=self._balancing.get(facts.name, NO_BALANCING),
         )
 
     def timeline(self, facts: DeploymentFacts, whole: Span) -> Timeline | None:
-        series = [self._series(facts, self._runs[name]) for name in facts.instances]
+        series = [self._series(facts, name) for name in facts.instances]
         return make_timeline(facts.name, series, self.outcomes, whole)
 
     def _layers(self, facts: DeploymentFacts, windows: Sequence["_Window"]) -> tuple[LayerBalance, ...]:
         """Of micro-batches of the mean size of the steps that have rows."""
-        batches = rows = steps = 0.0
+        batches = rows = 0.0
+        ran: dict[str, tuple[F64, F64]] = {}
         for w in windows:
             busy = ~np.isnan(w.of("fill"))
-            steps += float(w.of("steps")[busy].sum())
+            ran[w.name] = w.of("start")[busy], w.of("steps")[busy]
             batches += float((w.of("steps") * w.of("micro_batches"))[busy].sum())
             rows += float(w.rows[busy].sum())
-        return self._loads[facts.name].layers(rows / batches, int(steps)) if batches else ()
+        return self._loads[facts.name].layers(ran, rows / batches) if batches else ()
 
-    def _series(self, facts: DeploymentFacts, runs: InstanceRuns) -> StepSeries:
+    def _series(self, facts: DeploymentFacts, name: str) -> StepSeries:
+        runs = self._runs[name]
         steps, rows = runs.column("steps"), _rows(runs)
         return StepSeries(
             ranks=runs.ranks,
@@ -164,7 +161,7 @@ class Simulated:
             decode=runs.column("decode"),
             kv=runs.column("kv") / (runs.ranks * facts.kv_blocks),
             balancedness=self._loads[facts.name].step_balancedness(
-                rows / (steps * runs.column("micro_batches"))
+                name, runs.column("start"), rows / (steps * runs.column("micro_batches"))
             ),
             fill=runs.column("fill"),
         )

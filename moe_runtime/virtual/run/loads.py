@@ -5,6 +5,7 @@ L MoE layers, E experts, R ranks.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -12,7 +13,6 @@ from moe_runtime.errors import InputError
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.report.balance import over_mean
 from moe_runtime.report.records import F64
-from moe_runtime.report.schema import LayerBalance
 from moe_runtime.report.schema_time import RankLoads
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cost.balance import Balance, Drift, draw_balance, layer_balancedness
@@ -22,7 +22,6 @@ RECORDED, UNIFORM, POWER, TARGET = "recorded", "uniform", "power", "balancedness
 FORMS = f"{RECORDED}, {UNIFORM}, {POWER}:EXPONENT or {TARGET}:X"
 # Experts in order on 32 ranks are as uneven under a power law of this exponent as under DeepSeek-V3's loads.
 LIKE_RECORDED = 0.63
-STEPS = 64  # drawn for the balancedness of a layer
 CURVE = 64  # batch sizes at which the balancedness of a step is looked up
 
 
@@ -76,11 +75,16 @@ def expert_loads(choice: LoadChoice, model: ModelSpec, *, role: str, ranks: int,
         load_LE = with_balancedness(layers, experts, ranks, choice.value, seed)
     else:
         load_LE = power_law(layers, experts, choice.value, seed)
-    shared = model.moe.slot_experts - experts
-    if shared:
-        tokens_L1 = load_LE.sum(axis=1, keepdims=True) / model.moe.router.top_k
-        load_LE = np.concatenate([load_LE, np.repeat(tokens_L1, shared, axis=1)], axis=1)
-    return load_LE
+    return with_shared(load_LE, model)
+
+
+def with_shared(load_LE: F64, model: ModelSpec) -> F64:
+    """Loads of the routed experts, and of the shared ones that are served as slots."""
+    shared = model.moe.slot_experts - model.moe.num_experts
+    if not shared:
+        return load_LE
+    tokens_L1 = load_LE.sum(axis=1, keepdims=True) / model.moe.router.top_k
+    return np.concatenate([load_LE, np.repeat(tokens_L1, shared, axis=1)], axis=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +108,16 @@ class Assumed:
 
 
 class DeploymentLoads:
-    """How unevenly the ranks of a deployment are loaded, as drawn once for all its steps."""
+    """How unevenly the ranks of an instance are loaded, drawn once for all steps, when first asked for."""
 
     def __init__(self, assumed: Assumed) -> None:
-        self._assumed = a = assumed
-        self.balance: Balance = draw_balance(
+        self.assumed = assumed
+
+    @cached_property
+    def balance(self) -> Balance:
+        """Spreads by the size of a step."""
+        a = self.assumed
+        return draw_balance(
             a.load_LE,
             a.placement,
             top_k=a.top_k,
@@ -128,30 +137,28 @@ class DeploymentLoads:
             found[some] = np.interp(np.log(np.maximum(tokens_N[some], 1.0)), np.log(known), values)
         return found
 
-    def layers(self, tokens: float, steps: int) -> tuple[LayerBalance, ...]:
-        """Each MoE layer in micro-batches of `tokens`; `steps` is what the deployment ran."""
-        a = self._assumed
-        drawn_DL = layer_balancedness(
+    def layers(self, tokens: float, draws: int) -> F64:
+        """float64 [draws, L]: balancedness of every MoE layer in micro-batches of `tokens`."""
+        a = self.assumed
+        return layer_balancedness(
             a.load_LE,
             a.placement,
             top_k=a.top_k,
             drift=a.drift,
             tokens=tokens,
             tokens_per_sequence=a.tokens_per_sequence,
-            draws=STEPS,
+            draws=draws,
             seed=a.seed,
         )
-        load_LR = a.placement.rank_load(a.load_LE)
-        of_sum_L = load_LR.mean(axis=1) / load_LR.max(axis=1)
-        mean_L, p5_L = drawn_DL.mean(axis=0), np.percentile(drawn_DL, 5, axis=0)
-        return tuple(
-            LayerBalance(layer=layer, steps=steps, mean=float(mean), p5=float(p5), of_sum=float(of_sum))
-            for layer, mean, p5, of_sum in zip(a.moe_layers, mean_L, p5_L, of_sum_L, strict=True)
-        )
+
+    @property
+    def load_LR(self) -> F64:
+        """float64 [L, R]: long-run load of every rank, in the unit of the experts'."""
+        return self.assumed.placement.rank_load(self.assumed.load_LE)
 
     def rank_loads(self, instance: str) -> RankLoads:
         """Before: experts in order, the first ones with replicas."""
-        a = self._assumed
+        a = self.assumed
         in_order = linear(
             num_layers=len(a.load_LE),
             num_experts=a.load_LE.shape[1],

@@ -5,18 +5,17 @@ Owns what is assumed where the plan does not say. Placements that the plan names
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from moe_runtime.eplb.errors import BalanceError
 from moe_runtime.errors import InputError
 from moe_runtime.placement.placement import Placement
 from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan
+from moe_runtime.spec.bytes import replicated_weight_bytes, slot_bytes
 from moe_runtime.spec.model import ModelSpec
 from moe_runtime.virtual.cost.balance import Drift
 from moe_runtime.virtual.cost.constants import constants
-from moe_runtime.virtual.cost.deployment import Setting
 from moe_runtime.virtual.cost.from_plan import plan_setting
-from moe_runtime.virtual.cost.loads import is_recorded, place
+from moe_runtime.virtual.cost.loads import is_recorded
 from moe_runtime.virtual.cost.model import CostModel
 from moe_runtime.virtual.run.loads import Assumed, DeploymentLoads, LoadChoice, expert_loads
 
@@ -31,18 +30,23 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """One deployment: its instances are alike. `model` as it is served: shared experts may be in slots."""
+    """One deployment: its instances are alike. `model` as it is served: shared experts may be in slots.
+
+    slot_bytes    of one expert's weights in a layer
+    weight_bytes  of everything a rank reads when it starts
+    """
 
     deployment: EffectiveDeployment
     model: ModelSpec
-    assumed: Assumed
     loads: DeploymentLoads
     cost: CostModel
+    slot_bytes: int
+    weight_bytes: int
 
-    def balanced(self) -> "Prepared":
-        """The same with the balancer's placement on the long-run loads. InputError where that cannot be."""
-        assumed = replace(self.assumed, placement=_solve(self.deployment, self.model, self.assumed))
-        return _prepared(self.deployment, self.model, self.cost.setting, assumed)
+    @property
+    def assumed(self) -> Assumed:
+        """At the start."""
+        return self.loads.assumed
 
 
 def prepare(
@@ -106,30 +110,16 @@ def _prepare(
         drift=Drift(common=fitted.drift_common, sequence=fitted.drift_sequence),
         tokens_per_sequence=_tokens_per_sequence(deployment, workload),
     )
-    return _prepared(deployment, served, setting, assumed)
-
-
-def _prepared(
-    deployment: EffectiveDeployment, model: ModelSpec, setting: Setting, assumed: Assumed
-) -> Prepared:
-    loads = DeploymentLoads(assumed)
-    cost = CostModel(model, setting, loads.balance)
-    return Prepared(deployment=deployment, model=model, assumed=assumed, loads=loads, cost=cost)
-
-
-def _solve(deployment: EffectiveDeployment, model: ModelSpec, assumed: Assumed) -> Placement:
-    ranks, per_node = deployment.expert_parallel, assumed.ranks_per_node
-    try:
-        return place(
-            assumed.load_LE,
-            ranks=ranks,
-            ranks_per_node=per_node if ranks % per_node == 0 else ranks,
-            redundant_experts=deployment.redundant_experts,
-            balanced=True,
-            groups=1 if model.moe.shared_slots else model.moe.router.num_groups,
-        )
-    except BalanceError as error:
-        raise InputError(f"deployments.{deployment.name}: experts cannot be placed: {error}") from error
+    loads, dtype = DeploymentLoads(assumed), plan.model.dtype
+    everywhere = slot_bytes(served, dtype)
+    return Prepared(
+        deployment=deployment,
+        model=served,
+        loads=loads,
+        cost=CostModel(served, setting, loads.balance),
+        slot_bytes=everywhere // served.num_moe_layers,
+        weight_bytes=replicated_weight_bytes(served, dtype) + deployment.slots_per_rank * everywhere,
+    )
 
 
 def _tokens_per_sequence(deployment: EffectiveDeployment, workload: Workload) -> float:

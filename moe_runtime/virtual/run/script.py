@@ -3,9 +3,12 @@
     events:
     - {slowdown: decode-0, rank: 3, start: 10, end: 20, factor: 2}
     - {rebalance: decode-0, at: 30}
-    - {failure: decode-0, at: 60}
+    - {failure: decode-0, at: 60, restart_after: 20}
+    - {load_shift: all, at: 90, to: topic:1, mix: 0.5}
+    - {load_drift: decode, start: 90, end: 300, every: 10, noise: 0.2, correlation: 0.9}
 
-The first key names the kind and its value the instance; times are virtual seconds after the first arrival.
+The first key names the kind and its value the instance, of loads the deployment or all; times are virtual
+seconds after the first arrival.
 """
 
 from collections.abc import Mapping
@@ -16,30 +19,39 @@ from typing import Any, NoReturn
 from moe_runtime.errors import InputError, PlanError
 from moe_runtime.plan.problems import shorten
 from moe_runtime.plan.yaml_tree import parse
-from moe_runtime.virtual.cluster.events import Failure, Slowdown
+from moe_runtime.virtual.cluster.events import Rebalance, Slowdown
+from moe_runtime.virtual.run.course import ALL, ENDINGS, TARGETS, LoadDrift, LoadShift
 
 KINDS = {
     "slowdown": ("rank", "start", "end", "factor"),
-    "failure": ("at",),
+    "failure": ("at", "restart_after"),
     "rebalance": ("at",),
+    "load_shift": ("at", "to", "mix"),
+    "load_drift": ("start", "end", "every", "noise", "correlation", "seed"),
 }
 LATEST = 1e10  # seconds, beyond all traces
 SLOWEST = 1e6  # times: a second of a step is eleven days then
+LARGEST_NOISE = 3.0
+MOST_WINDOWS = 100_000  # of a drift
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RebalanceAt:
-    """Experts of an instance are balanced on the loads of the simulation, and move there."""
+class FailureAt:
+    """An instance dies, and is started anew `restart_after` seconds later; None: never."""
 
     instance: str
     at: float
+    restart_after: float | None = None
 
 
-Scripted = Slowdown | Failure | RebalanceAt
+Scripted = Slowdown | FailureAt | Rebalance | LoadShift | LoadDrift
 
 
 def read_events(path: Path, ranks: Mapping[str, int]) -> list[Scripted]:
-    """The events of a file, in its order; `ranks` of every instance. InputError with file, line and field."""
+    """The events of a file, in its order; `ranks` of every instance. InputError with file, line and field.
+
+    Files that it names are looked for in its folder.
+    """
     try:
         tree = parse(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -61,29 +73,36 @@ def read_events(path: Path, ranks: Mapping[str, int]) -> list[Scripted]:
         lines = [line for key, line in tree.lines.items() if key[:2] == ("events", str(index))]
         line = min(lines, default=tree.lines[("events",)])
         places.append(f"{path}:{line}: events[{index}]")
-        found.append(_Item(places[-1], item, ranks).read())
+        found.append(_Item(places[-1], item, ranks, path.parent).read())
     _require_life(found, places)
     return found
 
 
 def _require_life(events: list[Scripted], places: list[str]) -> None:
-    """Nothing begins on an instance that has failed: it stays away."""
-    failed: dict[str, tuple[float, int]] = {}
+    """Nothing begins on an instance that has failed and is not yet started anew."""
+    failures = [(index, e) for index, e in enumerate(events) if isinstance(e, FailureAt)]
     for index, event in enumerate(events):
-        if isinstance(event, Failure):
-            failed[event.instance] = min(failed.get(event.instance, (event.at, index)), (event.at, index))
-    for index, event in enumerate(events):
-        at, cause = failed.get(event.instance, (LATEST, index))
+        if isinstance(event, LoadShift | LoadDrift):
+            continue
         begin = event.start if isinstance(event, Slowdown) else event.at
-        if index != cause and begin >= at:
-            raise InputError(f"{places[index]}: {event.instance} has failed at {at:g}, and stays away")
+        for cause, failure in failures:
+            first = isinstance(event, FailureAt) and (begin, index) <= (failure.at, cause)
+            after = LATEST if failure.restart_after is None else failure.restart_after
+            down = failure.at <= begin < failure.at + after
+            if event.instance == failure.instance and down and not first:
+                stays = (
+                    "stays away" if failure.restart_after is None else f"is started anew {after:g} s later"
+                )
+                raise InputError(
+                    f"{places[index]}: {event.instance} has failed at {failure.at:g}, and {stays}"
+                )
 
 
 class _Item:
     """One entry of the list."""
 
-    def __init__(self, where: str, item: Any, ranks: Mapping[str, int]) -> None:
-        self._where, self._item, self._ranks = where, item, ranks
+    def __init__(self, where: str, item: Any, ranks: Mapping[str, int], folder: Path) -> None:
+        self._where, self._item, self._ranks, self._folder = where, item, ranks, folder
 
     def read(self) -> Scripted:
         kinds = [kind for kind in KINDS if isinstance(self._item, dict) and kind in self._item]
@@ -93,13 +112,16 @@ class _Item:
         for key in self._item:
             if key not in (kind, *KINDS[kind]):
                 self._fail(f"a {kind} has no {key!r}; its keys are {', '.join((kind, *KINDS[kind]))}")
-        instance = self._item[kind]
-        if not isinstance(instance, str) or instance not in self._ranks:
-            self._fail(f"{kind} is {instance!r}: the plan has {', '.join(self._ranks)}")
+        if kind == "load_shift":
+            return self._shift(self._name(kind, self._deployments()))
+        if kind == "load_drift":
+            return self._drift(self._name(kind, self._deployments()))
+        instance = self._name(kind, tuple(self._ranks))
         if kind == "failure":
-            return Failure(instance=instance, at=self._number("at", low=0.0))
+            after = None if "restart_after" not in self._item else self._number("restart_after", low=0.0)
+            return FailureAt(instance=instance, at=self._number("at", low=0.0), restart_after=after)
         if kind == "rebalance":
-            return RebalanceAt(instance=instance, at=self._number("at", low=0.0))
+            return Rebalance(instance=instance, at=self._number("at", low=0.0))
         start = self._number("start", low=0.0)
         return Slowdown(
             instance=instance,
@@ -108,6 +130,48 @@ class _Item:
             end=self._number("end", low=start),
             factor=self._number("factor", low=1.0, high=SLOWEST),
         )
+
+    def _name(self, kind: str, names: tuple[str, ...]) -> str:
+        name = self._item[kind]
+        if not isinstance(name, str) or name not in names:
+            self._fail(f"{kind} is {name!r}: the plan has {', '.join(names)}")
+        return str(name)
+
+    def _deployments(self) -> tuple[str, ...]:
+        return (ALL, *dict.fromkeys(name.rpartition("-")[0] for name in self._ranks))
+
+    def _shift(self, deployment: str) -> LoadShift:
+        to = self._item.get("to")
+        if not isinstance(to, str) or not to:
+            self._fail(f"to is {shorten(repr(to))}, must be {TARGETS}")
+        if Path(to).suffix.lower() in ENDINGS:
+            to = str(self._folder / to)
+        return LoadShift(
+            deployment=deployment,
+            at=self._number("at", low=0.0),
+            to=to,
+            mix=self._number("mix", low=0.0, high=1.0) if "mix" in self._item else 1.0,
+            where=self._where,
+        )
+
+    def _drift(self, deployment: str) -> LoadDrift:
+        start = self._number("start", low=0.0)
+        end = self._number("end", low=start)
+        seed = self._item.get("seed", 0)
+        if type(seed) is not int or not 0 <= seed < 1 << 32:
+            self._fail(f"seed is {shorten(repr(seed))}, must be from 0 to {(1 << 32) - 1}")
+        drift = LoadDrift(
+            deployment=deployment,
+            start=start,
+            end=end,
+            every=self._number("every", low=1e-3),
+            noise=self._number("noise", low=0.0, high=LARGEST_NOISE),
+            correlation=self._number("correlation", low=0.0, high=1.0),
+            seed=seed,
+        )
+        if drift.windows > MOST_WINDOWS:
+            self._fail(f"every is {drift.every:g}: the loads change at most {MOST_WINDOWS} times")
+        return drift
 
     def _rank(self, instance: str) -> int:
         rank = self._item.get("rank")

@@ -1,6 +1,6 @@
 """Small plans, exact step times and a listener that keeps everything, for tests of the virtual cluster."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +9,9 @@ import numpy as np
 from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.plan.resolve import resolve
 from moe_runtime.plan.schema import Plan
+from moe_runtime.virtual.cluster.clock import Clock
+from moe_runtime.virtual.cluster.instance import Instance
+from moe_runtime.virtual.cluster.moving import Moves, MoveUnit
 from moe_runtime.virtual.cluster.records import RequestEnd, StepRun
 from moe_runtime.virtual.cluster.times import plain_cost
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape
@@ -41,15 +44,73 @@ def plan(
     return resolve(Plan.model_validate(tree), SMALL_DEEPSEEK)
 
 
+@dataclass(frozen=True)
 class ExactTimes:
     """Multiples of a power of two: many steps at once take what single ones do, to the last bit."""
 
+    tick: float = TICK
+
     def step(self, shape: StepShape) -> StepCost:
-        return plain_cost(_ticks(shape, 0) * TICK)
+        return plain_cost(_ticks(shape, 0) * self.tick)
 
     def run(self, shape: StepShape, steps: int) -> tuple[StepCost, StepCost]:
         ticks = [_ticks(shape, step) for step in range(steps)]
-        return plain_cost(sum(ticks) * TICK), plain_cost(ticks[-1] * TICK)
+        return plain_cost(sum(ticks) * self.tick), plain_cost(ticks[-1] * self.tick)
+
+
+@dataclass
+class Restless:
+    """A balancer whose instance moves something after every window of `interval` rows.
+
+    `draw` makes the units and the timeout of an attempt; steps are twice as quick after every other commit.
+    """
+
+    instance: Instance
+    clock: Clock
+    interval: int
+    draw: Callable[[], tuple[tuple[MoveUnit, ...], float]]
+    windows: list[float] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    rows: int = 0
+    commits: int = 0
+    busy: bool = False
+    last: int = 0
+
+    def steps_left(self, rows: int) -> int:
+        return max(1, -(-(self.interval - self.rows) // rows))
+
+    def count(self, run: StepRun) -> bool:
+        self.rows += run.decision.rows * run.steps
+        full = self.rows >= self.interval
+        if full:
+            self.rows = 0
+        return full
+
+    def window_ended(self) -> None:
+        self.windows.append(self.clock.now)
+        if not self.busy:
+            self.busy = True
+            units, timeout = self.draw()
+            moves = Moves(units=units, timeout=timeout, committed=self.committed, dropped=self.dropped)
+            self.instance.move(moves)
+            self.last = len(units)
+
+    def force(self) -> None:
+        self.instance.give_up("it was asked for")
+
+    def stop(self) -> None:
+        self.ended.append("failed")
+
+    def committed(self, count: int) -> ExactTimes:
+        self.commits += 1
+        if count == self.last:
+            self.busy = False
+            self.ended.append("")
+        return ExactTimes(TICK / (1 + self.commits % 2))
+
+    def dropped(self, reason: str) -> None:
+        self.busy = False
+        self.ended.append(reason)
 
 
 def _ticks(shape: StepShape, step: int) -> int:

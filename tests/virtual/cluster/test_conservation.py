@@ -1,15 +1,29 @@
 """Nothing is lost, nothing waits a negative time, nothing happens before its cause; leaps change nothing."""
 
+from functools import partial
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.plan.effective import EffectivePlan
+from moe_runtime.virtual.cluster.clock import Clock
 from moe_runtime.virtual.cluster.events import Failure, Rebalance, ScriptedEvent, Slowdown
+from moe_runtime.virtual.cluster.instance import Instance
+from moe_runtime.virtual.cluster.moving import MoveUnit
 from moe_runtime.virtual.cluster.requests import VirtualRequest
-from moe_runtime.virtual.cluster.simulate import Cluster
+from moe_runtime.virtual.cluster.simulate import Cluster, MakeBalancer
 from tests.spec.model_specs import SMALL_DEEPSEEK
-from tests.virtual.cluster.small import TICK, ExactTimes, Kept, as_numbers, kv_seconds, merged, plan
+from tests.virtual.cluster.small import (
+    TICK,
+    ExactTimes,
+    Kept,
+    Restless,
+    as_numbers,
+    kv_seconds,
+    merged,
+    plan,
+)
 
 
 @st.composite
@@ -59,25 +73,54 @@ def arrivals(seed: int, count: int) -> list[VirtualRequest]:
 def scripts(seed: int, where: EffectivePlan) -> list[ScriptedEvent]:
     rng = np.random.default_rng(seed)
     out: list[ScriptedEvent] = []
-    for _ in range(rng.integers(0, 4)):
+    for _ in range(rng.integers(0, 5)):
         one = where.instances[int(rng.integers(0, len(where.instances)))]
         at = float(rng.integers(0, 100_000)) * TICK
-        kind = rng.integers(0, 3)
+        kind = rng.integers(0, 4)
         if kind == 0:
             end = at + float(rng.integers(0, 50_000)) * TICK
             out.append(Slowdown(instance=one.name, rank=0, start=at, end=end, factor=2.0))
         elif kind == 1:
-            stages = tuple(float(s) * TICK for s in rng.integers(100, 5000, rng.integers(1, 4)))
-            out.append(Rebalance(instance=one.name, at=at, stage_seconds=stages, commit_seconds=64 * TICK))
+            out.append(Rebalance(instance=one.name, at=at))
         else:
-            out.append(Failure(instance=one.name, at=at))
+            down = None if kind == 2 else float(rng.integers(0, 60_000)) * TICK
+            out.append(Failure(instance=one.name, at=at, down=down))
     return out
+
+
+def restless(seed: int, where: EffectivePlan) -> dict[str, MakeBalancer]:
+    """Balancers of most instances: units that take longer or shorter than they may, in all mixtures."""
+
+    def make(number: int, instance: Instance, clock: Clock) -> Restless:
+        rng = np.random.default_rng([seed, number, instance.life])
+
+        def draw() -> tuple[tuple[MoveUnit, ...], float]:
+            units = tuple(
+                MoveUnit(
+                    seconds=float(rng.integers(0, 5_000)) * TICK,
+                    turns=int(rng.choice([0, 1, 3, 40])),
+                    commit_seconds=float(rng.integers(0, 64)) * TICK,
+                )
+                for _ in range(rng.integers(1, 4))
+            )
+            return units, float(rng.choice([2_000, 50_000, 2_000_000])) * TICK
+
+        return Restless(instance, clock, int(rng.integers(1, 200)), draw)
+
+    rng = np.random.default_rng(seed)
+    asked = {e.instance for e in scripts(seed, where) if isinstance(e, Rebalance)}
+    return {
+        one.name: partial(make, number)
+        for number, one in enumerate(where.instances)
+        if rng.random() < 0.7 or one.name in asked
+    }
 
 
 def run(
     where: EffectivePlan,
     requests: list[VirtualRequest],
     events: list[ScriptedEvent],
+    balancers: dict[str, MakeBalancer],
     *,
     fast_forward: bool = True,
 ) -> tuple[Cluster, Kept]:
@@ -89,6 +132,7 @@ def run(
         kv_seconds=kv_seconds,
         listener=kept,
         events=events,
+        balancers=balancers,
         fast_forward=fast_forward,
     )
     cluster.run(requests)
@@ -100,8 +144,10 @@ def run(
 def test_everything_is_accounted_for(where, seed, count, scripted):
     requests = arrivals(seed, count)
     events = scripts(seed, where) if scripted else []
-    cluster, kept = run(where, requests, events)
+    cluster, kept = run(where, requests, events, restless(seed, where) if scripted else {})
     failed = {e.instance for e in events if isinstance(e, Failure)}
+    down = {name for name, instance in cluster.instances.items() if instance.failed}
+    assert down <= failed
 
     assert sorted(e.index for e in kept.ends) == list(range(count)), "every request ends once"
     for end in kept.ends:
@@ -117,7 +163,7 @@ def test_everything_is_accounted_for(where, seed, count, scripted):
         assert known == sorted(known), "no event before its cause"
         assert end.arrival == request.at
         if end.first_token is not None:
-            assert end.first_token >= end.arrival + 1024 * TICK, "a token takes a step"
+            assert end.first_token >= end.arrival + 512 * TICK, "a token takes a step"
 
     for name, instance in cluster.instances.items():
         runs = kept.of(name)
@@ -130,7 +176,7 @@ def test_everything_is_accounted_for(where, seed, count, scripted):
             assert r.kv_used_R.max() <= blocks
             assert r.steps == 1 or not r.prefill_R.any()
             step, free = r.first_step + r.steps, r.start + r.seconds
-        if name in failed:
+        if name in down:
             continue
         for rank in range(len(instance.ranks)):
             scheduler = instance.ranks.scheduler(rank)
@@ -154,9 +200,13 @@ def test_everything_is_accounted_for(where, seed, count, scripted):
 def test_leaps_change_nothing(where, seed, count, scripted):
     requests = arrivals(seed, count)
     events = scripts(seed, where) if scripted else []
-    _, leaping = run(where, requests, events)
-    _, walking = run(where, requests, events, fast_forward=False)
+    balancers = restless(seed, where) if scripted else {}
+    fast, leaping = run(where, requests, events, balancers)
+    slow, walking = run(where, requests, events, balancers, fast_forward=False)
     assert leaping.ends == walking.ends
     for one in where.instances:
-        fast, slow = merged(leaping.of(one.name)), merged(walking.of(one.name))
-        assert [as_numbers(r) for r in fast] == [as_numbers(r) for r in slow]
+        quick, plain = merged(leaping.of(one.name)), merged(walking.of(one.name))
+        assert [as_numbers(r) for r in quick] == [as_numbers(r) for r in plain]
+        ours, theirs = (cluster.instances[one.name].balancer for cluster in (fast, slow))
+        if isinstance(ours, Restless) and isinstance(theirs, Restless):
+            assert (ours.windows, ours.ended, ours.commits) == (theirs.windows, theirs.ended, theirs.commits)

@@ -1,6 +1,7 @@
 """What scripts do to a cluster, what admission sheds, and when two micro-batches are agreed."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ from moe_runtime.errors import InputError
 from moe_runtime.frontend.admission import derive_limits
 from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.spec.catalog import DEEPSEEK_V3
+from moe_runtime.virtual.cluster.clock import Clock
 from moe_runtime.virtual.cluster.events import Failure, Rebalance, Slowdown
+from moe_runtime.virtual.cluster.instance import Instance
+from moe_runtime.virtual.cluster.moving import MoveUnit
 from moe_runtime.virtual.cluster.requests import VirtualRequest
 from moe_runtime.virtual.cluster.simulate import Cluster, simulate
 from moe_runtime.virtual.cluster.times import MeasuredTimes, ModelTimes, StepTimes, plain_cost
@@ -19,7 +23,7 @@ from moe_runtime.virtual.cost.deployment import Setting
 from moe_runtime.virtual.cost.model import CostModel
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape, decode_step, prefill_step
 from tests.spec.model_specs import SMALL_DEEPSEEK
-from tests.virtual.cluster.small import TICK, ExactTimes, Kept, kv_seconds, plan
+from tests.virtual.cluster.small import TICK, ExactTimes, Kept, Restless, kv_seconds, plan
 
 SPLIT = {"prefill": {"expert_parallel": 1}, "decode": {"expert_parallel": 2}}
 
@@ -149,28 +153,86 @@ def test_what_an_aborted_prefill_leaves_is_free_for_what_waits():
 
 def test_a_rebalance_is_agreed_unit_by_unit_and_changes_the_step_times():
     where = plan({"unified": {"expert_parallel": 2}})
-
-    class Quick(ExactTimes):
-        def step(self, shape: StepShape) -> StepCost:
-            return super().step(shape).times(0.5)
-
-    script = Rebalance(
-        instance="unified-0", at=0.003, stage_seconds=(0.002, 0.004), commit_seconds=0.125, times=Quick()
+    units = (
+        MoveUnit(seconds=0.002, commit_seconds=0.125),
+        MoveUnit(seconds=0.0, turns=5, commit_seconds=0.25),
+        MoveUnit(seconds=0.004, commit_seconds=0.125),
     )
-    kept = run(where, requests(2, output=40), events=[script])
+    made: list[Restless] = []
+
+    def make(instance: Instance, clock: Clock) -> Restless:
+        made.append(Restless(instance, clock, 60, lambda: (units, 10.0)))
+        return made[-1]
+
+    kept = run(where, requests(2, output=40), balancers={"unified-0": make})
     orders = [(r.decision.move.begin, r.decision.move.commit, r.decision.placement_epoch) for r in kept.runs]
-    begun = [o[0] for o in orders if o[0]]
-    committed = [o[1] for o in orders if o[1]]
-    assert begun == committed == [1, 2]
+    assert [o[0] for o in orders if o[0]] == [o[1] for o in orders if o[1]] == [1, 2, 3]
     assert [o[2] for o in orders] == sorted(o[2] for o in orders)
-    assert orders[-1][2] == 2
+    assert orders[-1][2] == 3
     commits = [r for r in kept.runs if r.decision.move.commit]
     begins = [r for r in kept.runs if r.decision.move.begin]
-    for begin, commit, stage in zip(begins, commits, script.stage_seconds, strict=True):
-        assert commit.seconds > 0.125
-        assert commit.start >= begin.start + stage
+    for begin, commit, unit in zip(begins, commits, units, strict=True):
+        assert commit.seconds > unit.commit_seconds
+        assert commit.start >= begin.start + unit.seconds
+        assert commit.first_step >= begin.first_step + unit.turns
+    assert commits[1].first_step == begins[1].first_step + 5, "in each step only so much may leave a rank"
+    assert (made[0].ended, made[0].commits) == ([""], 3)
     plain = run(where, requests(2, output=40))
-    assert kept.runs[-1].seconds / kept.runs[-1].steps < plain.runs[-1].seconds / plain.runs[-1].steps
+    last = [k.runs[-1].seconds / k.runs[-1].steps for k in (kept, plain)]
+    assert last[0] == pytest.approx(last[1] / 2, rel=0.1), "after an odd number of commits"
+
+
+def test_experts_that_take_too_long_are_dropped_and_an_idle_instance_only_waits():
+    """A byte a step: half a million turns of a millisecond, of which none is held one by one."""
+    where = plan({"unified": {"expert_parallel": 2}})
+    made: list[Restless] = []
+
+    def make(timeout: float, instance: Instance, clock: Clock) -> Restless:
+        unit = MoveUnit(seconds=0.5, turns=500_000)
+        made.append(Restless(instance, clock, 20, lambda: ((unit, unit), timeout)))
+        return made[-1]
+
+    late = VirtualRequest(index=9, at=100.0, input_length=4, output_length=1)
+    for timeout in (10.0, 3_600.0):
+        kept = Kept()
+        cluster = Cluster(
+            where,
+            SMALL_DEEPSEEK,
+            times={"unified": ExactTimes()},
+            kv_seconds=kv_seconds,
+            listener=kept,
+            balancers={"unified-0": partial(make, timeout)},
+        )
+        cluster.run([*requests(2, output=10), late])
+        assert cluster.instances["unified-0"].turns < 60
+        assert known(kept.ends[-1].first_token) < 100.01, "it is served at once"
+    assert made[0].ended == ["not every rank was staged within 10 s"]
+    assert (made[1].ended, made[1].commits) == ([""], 2)
+    assert made[1].clock.now == pytest.approx(1_000.0, rel=1e-3)
+
+
+def test_an_instance_that_is_started_anew_serves_again_and_has_forgotten():
+    where = plan(SPLIT, kv={"blocks": 200})
+    fail = Failure(instance="decode-0", at=0.02, down=0.5)
+    same = [
+        VirtualRequest(index=i, at=t, input_length=8, output_length=9) for i, t in enumerate((0.0, 0.1, 1.0))
+    ]
+    kept = Kept()
+    cluster = Cluster(
+        where,
+        SMALL_DEEPSEEK,
+        times={d.name: ExactTimes() for d in where.deployments},
+        kv_seconds=kv_seconds,
+        listener=kept,
+        events=[Failure(instance="decode-0", at=0.005, down=9.0), fail],
+    )
+    cluster.run(same)
+    assert [e.error for e in kept.ends] == ["decode-0 failed", "no rank is up", None]
+    assert cluster.instances["decode-0"].life == 2, "who fails while it starts begins anew"
+    runs = kept.of("decode-0")
+    assert [r.first_step for r in runs] == list(np.cumsum([0, *(r.steps for r in runs)])[:-1])
+    prefill = run(where, same, events=[Failure(instance="prefill-0", at=0.05, down=0.5)])
+    assert [e.error for e in prefill.ends] == [None, "no rank is up", None]
 
 
 def test_admission_sheds_what_would_wait_too_long():
@@ -228,6 +290,8 @@ def test_scripts_and_arrivals_that_cannot_be_are_refused():
         run(where, [], events=[Slowdown(instance="decode-0", rank=2, start=0, end=1, factor=2)])
     with pytest.raises(InputError, match="factor must be at least 1"):
         run(where, [], events=[Slowdown(instance="decode-0", rank=1, start=0, end=1, factor=0.5)])
+    with pytest.raises(InputError, match="decode-0 has no balancer"):
+        run(where, [], events=[Rebalance(instance="decode-0", at=0.0)])
     with pytest.raises(InputError, match="request 0 arrives at 0.0 s, before"):
         run(where, list(reversed(requests(2, every=1.0))))
 

@@ -5,7 +5,7 @@ import pytest
 
 # What the two kinds of run know differently.
 KINDS = ("simulated", "simulation", "missing")
-SECTIONS = ("balancedness", "exchange", "phases", "attribution", "rank_loads")
+SECTIONS = ("balancedness", "exchange", "phases", "attribution", "rank_loads", "balancing")
 
 
 def figures(report):

@@ -11,6 +11,7 @@ from moe_runtime.virtual.cost.balance import Drift
 from moe_runtime.virtual.cost.loads import place, power_law
 from moe_runtime.virtual.run.collect import Collector
 from moe_runtime.virtual.run.evidence import Simulated
+from moe_runtime.virtual.run.history import LoadHistory
 from moe_runtime.virtual.run.loads import Assumed, DeploymentLoads
 from tests.virtual.run.alike import differences
 from tests.virtual.run.scenario import BLOCK, LAYERS, RANKS, Scenario, make_facts, make_scenario
@@ -43,7 +44,10 @@ def simulated(scenario):
         collector.steps(run)
     for end in scenario.ends:
         collector.request(end)
-    loads = {d.name: make_loads(d.expert_parallel) for d in facts.deployments}
+    loads = {
+        d.name: LoadHistory(dict.fromkeys(d.instances, make_loads(d.expert_parallel)))
+        for d in facts.deployments
+    }
     return report_on(facts, Simulated(collector, loads))
 
 

@@ -9,6 +9,7 @@ from moe_runtime.spec.catalog import CATALOG
 from moe_runtime.spec.model import serve_shared_in_slots
 from moe_runtime.virtual.cost.balance import Drift
 from moe_runtime.virtual.cost.loads import deepseek_v3
+from moe_runtime.virtual.run.history import LoadHistory
 from moe_runtime.virtual.run.loads import Assumed, DeploymentLoads, LoadChoice, expert_loads
 from tests.virtual.run.small import MODEL
 
@@ -80,19 +81,25 @@ def make_loads(drift: float) -> DeploymentLoads:
     )
 
 
+def layers(loads: DeploymentLoads, tokens: float):
+    """Of five steps."""
+    ran = {"decode-0": (np.zeros(1), np.full(1, 5.0))}
+    return LoadHistory({"decode-0": loads}).layers(ran, tokens)
+
+
 def test_balancedness_is_of_the_same_draws_everywhere():
     """Without drift, large batches are as balanced as the long-run loads, and small ones less so."""
     loads = make_loads(0.0)
-    large = loads.layers(1e7, 5)
+    large = layers(loads, 1e7)
     assert [b.mean for b in large] == pytest.approx([b.of_sum for b in large], rel=1e-2)
     assert [b.layer for b in large] == [1, 2, 3]
     found = loads.step_balancedness(np.array([0.0, 4.0, 64.0, 1e7]))
     assert np.isnan(found[0])
     assert found[1] < found[3], "few tokens fall unevenly"
     assert found[3] == pytest.approx(np.mean([b.mean for b in large]), rel=1e-2)
-    small = np.mean([b.mean for b in loads.layers(64.0, 5)])
+    small = np.mean([b.mean for b in layers(loads, 64.0)])
     assert found[2] == pytest.approx(small, rel=0.1)
-    drifting = make_loads(0.5).layers(1e7, 5)
+    drifting = layers(make_loads(0.5), 1e7)
     assert np.mean([b.mean for b in drifting]) < np.mean([b.of_sum for b in drifting])
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from moe_runtime.errors import InputError
-from moe_runtime.virtual.cluster.events import Failure, Slowdown
-from moe_runtime.virtual.run.script import RebalanceAt, read_events
+from moe_runtime.virtual.cluster.events import Rebalance, Slowdown
+from moe_runtime.virtual.run.script import FailureAt, read_events
 
 RANKS = {"prefill-0": 2, "decode-0": 4}
 
@@ -25,8 +25,8 @@ events:
 """
     assert read(tmp_path, text) == [
         Slowdown(instance="decode-0", rank=3, start=10.0, end=20.5, factor=2.0),
-        Failure(instance="prefill-0", at=30.0),
-        RebalanceAt(instance="decode-0", at=0.0),
+        FailureAt(instance="prefill-0", at=30.0),
+        Rebalance(instance="decode-0", at=0.0),
     ]
     assert read(tmp_path, "events: []") == []
 
@@ -44,7 +44,7 @@ def test_a_slowdown_may_outlast_the_instance(tmp_path):
         ("happenings: []", "must have the key events"),
         (
             "events:\n- {at: 3}",
-            r"yaml:2: events\[0\]: must have one of the keys slowdown, failure, rebalance",
+            r"yaml:2: events\[0\]: must have one of the keys slowdown, failure, rebalance, load_shift, load",
         ),
         ("events:\n- {failure: decode-0, at: 1}\n- 3", r"events\[1\]: must have one of"),
         ("events:\n- {failure: decode-0, rebalance: decode-0, at: 1}", "must have one of"),

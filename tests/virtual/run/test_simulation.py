@@ -9,13 +9,12 @@ from moe_runtime.errors import InputError
 from moe_runtime.report.build import build_report, report_on
 from moe_runtime.report.facts import DeploymentFacts, RunFacts
 from moe_runtime.report.records import RequestRecord
-from moe_runtime.virtual.cluster.events import Failure, Slowdown
+from moe_runtime.virtual.cluster.events import Rebalance, Slowdown
 from moe_runtime.virtual.cluster.simulate import simulate
 from moe_runtime.virtual.cluster.times import ModelTimes
 from moe_runtime.virtual.run.loads import LoadChoice
 from moe_runtime.virtual.run.prepare import Workload, assumptions, prepare
-from moe_runtime.virtual.run.rebalance import expert_bytes, rebalance
-from moe_runtime.virtual.run.script import RebalanceAt
+from moe_runtime.virtual.run.script import FailureAt
 from moe_runtime.virtual.run.simulation import kv_seconds, run_simulation
 from tests.virtual.run.alike import differences
 from tests.virtual.run.scenario import Scenario, make_facts
@@ -169,7 +168,7 @@ def test_a_slow_rank_is_waited_for(tmp_path):
 
 
 def test_a_failed_instance_fails_what_it_held(tmp_path):
-    report = simulated(make_plan(tmp_path), requests(30), [Failure(instance="decode-0", at=0.5)])
+    report = simulated(make_plan(tmp_path), requests(30), [FailureAt(instance="decode-0", at=0.5)])
     assert report.requests.failed > 0
     assert report.requests.finished + report.requests.failed == 30
     assert any("requests failed" in w for w in report.warnings)
@@ -177,7 +176,7 @@ def test_a_failed_instance_fails_what_it_held(tmp_path):
 
 def test_experts_that_move_make_later_steps_shorter(tmp_path):
     plan, choice = make_plan(tmp_path), LoadChoice("power", 1.5)
-    moved = simulated(plan, requests(60), [RebalanceAt(instance="decode-0", at=1.0)], choice)
+    moved = simulated(plan, requests(60), [Rebalance(instance="decode-0", at=1.0)], choice)
     still = simulated(plan, requests(60), choice=choice)
     loads = of(moved, "decode").rank_loads
     assert max(map(max, loads.after)) < max(map(max, loads.before))
@@ -193,20 +192,6 @@ def test_balancing_moves_experts_once_an_interval_is_full(tmp_path):
     )
     loads = of(simulated(plan, requests(60)), "decode").rank_loads
     assert max(map(max, loads.after)) < max(map(max, loads.before))
-
-
-def test_what_a_move_takes(tmp_path):
-    plan = make_plan(tmp_path)
-    before = prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), SKEWED)["decode"]
-    event = rebalance("decode-0", 2.0, before, before.balanced())
-    assert (event.instance, event.at) == ("decode-0", 2.0)
-    assert len(event.stage_seconds) == 1 + MODEL.num_moe_layers
-    assert event.stage_seconds[0] == 0.0, "split weights move nothing"
-    assert expert_bytes(MODEL, "bfloat16") == 3 * 512 * 256 * 2
-    # At most a rank's nine slots of one layer, over NVLink.
-    most = 9 * (expert_bytes(MODEL, "bfloat16") / 450e9 / 0.5 + 50e-6)
-    assert all(0 < s < most for s in event.stage_seconds[1:])
-    assert 0 < event.commit_seconds < 1e-3
 
 
 def test_assumptions_are_said_and_unknown_machines_refused(tmp_path):

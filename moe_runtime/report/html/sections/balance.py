@@ -7,8 +7,9 @@ from moe_runtime.report.html.figures import Run, count
 from moe_runtime.report.html.heat import heat_legend, heat_map
 from moe_runtime.report.html.markup import Html, el, join
 from moe_runtime.report.html.parts import of_run, role_heading, role_names, role_of, section
-from moe_runtime.report.html.tables import fold, name, table
+from moe_runtime.report.html.tables import cell, fold, name, table
 from moe_runtime.report.schema import Deployment
+from moe_runtime.report.show import number
 
 _MOST_RANKS = 32  # up to which a table has a column for each
 
@@ -35,7 +36,11 @@ def _role(role: str, runs: Sequence[Run]) -> list[Html]:
     if not shown:
         return []
     charts = [chart for run, d in shown for chart in _maps(run, d, runs)]
-    tables = [fold_ for run, d in shown for fold_ in (_layers(run, d, runs), *_loads(run, d, runs))]
+    tables = [
+        fold_
+        for run, d in shown
+        for fold_ in (_layers(run, d, runs), *_loads(run, d, runs), *_changes(run, d, runs))
+    ]
     return [role_heading(role), el("div", *charts, class_="panels two"), *tables]
 
 
@@ -92,6 +97,45 @@ def _loads(run: Run, d: Deployment, runs: Sequence[Run]) -> list[Html]:
         fold(of_run(run, runs, f"loads by rank {part}"), _load_table(run, d, part))
         for part in ("before", "after")
     ]
+
+
+def _changes(run: Run, d: Deployment, runs: Sequence[Run]) -> list[Html]:
+    """What was decided about the places of experts."""
+    if d.balancing is None or not d.balancing.rebalances:
+        return []
+    at = ("deployments", d.name, "balancing", "rebalances")
+    figures = (
+        ("moves", count),
+        ("moved_bytes", count),
+        ("balancedness_before", _fine),
+        ("balancedness_after", _fine),
+        ("balancedness_predicted", _fine),
+        ("seconds", number),
+    )
+    rows = [
+        (
+            name(run.word(*at, i, "instance")),
+            run.figure(*at, i, "decided", tag="td"),
+            *(cell(run.word(*at, i, word), words=True) for word in ("action", "reason")),
+            *(run.figure(*at, i, field, form=form, tag="td") for field, form in figures),
+            *(cell(run.word(*at, i, word), words=True) for word in ("outcome", "why")),
+        )
+        for i in range(len(d.balancing.rebalances))
+    ]
+    before_after = ("balancedness before", "after", "as the balancer expected")
+    head = (
+        "instance",
+        "at, s",
+        "what",
+        "why",
+        "slots",
+        "bytes",
+        *before_after,
+        "seconds",
+        "outcome",
+        "because",
+    )
+    return [fold(of_run(run, runs, "experts that moved"), table(head, rows, words=(2, 3, 10, 11)))]
 
 
 def _load_table(run: Run, d: Deployment, part: str) -> Html:
