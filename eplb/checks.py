@@ -8,6 +8,8 @@ from moe_runtime.eplb.errors import BalanceError
 from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.topology import Topology
 
+MOST_SLOTS = 1 << 20
+
 
 def check_sizes(
     load: NDArray[np.float64], topology: Topology, slots: int, groups: int, current: Placement | None
@@ -16,6 +18,8 @@ def check_sizes(
     L, E = load.shape
     if slots < E:
         raise BalanceError(f"slots = {slots} cannot hold {E} experts; {E} is the least")
+    if slots > MOST_SLOTS:
+        raise BalanceError(f"slots = {slots}: at most {MOST_SLOTS} are possible")
     if groups < 1 or E % groups:
         raise BalanceError(f"groups = {groups} must divide the {E} experts")
     if current is None:

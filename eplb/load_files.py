@@ -42,7 +42,7 @@ def read_load(path: Path) -> NDArray[np.float64]:
 
 def _csv(path: Path) -> Any:
     rows: list[list[float]] = []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
         for number, cells in enumerate(csv.reader(file), start=1):
             if not cells or cells[0].lstrip().startswith("#"):
                 continue
@@ -71,6 +71,8 @@ def _json(path: Path) -> Any:
         raise LoadFileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
     except UnicodeDecodeError as error:
         raise LoadFileError(f"{path}: not text (byte {error.start})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; too many brackets
+        raise LoadFileError(f"{path}: not JSON: {error}") from error
     if isinstance(data, dict):
         if COUNT_KEY in data:
             return _counts(path)
@@ -95,6 +97,8 @@ def _numpy(path: Path) -> Any:
         if isinstance(error, LoadFileError):
             raise
         raise LoadFileError(f"{path}: not a numpy file of numbers: {error}") from error
+    if table.dtype.kind not in "buif":
+        raise LoadFileError(f"{path}: not a numpy file of numbers: it holds {table.dtype}")
     return table.sum(axis=0) if table.ndim == 3 else table
 
 

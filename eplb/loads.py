@@ -10,16 +10,19 @@ from numpy.typing import ArrayLike, NDArray
 from moe_runtime.eplb.errors import BalanceError
 
 LAYER_BITS = 50  # the units of a layer sum to less than 2^51
+LARGEST_LOAD = 1e300  # so that sums of loads are finite
 
 
 def check_load(load_LE: ArrayLike) -> NDArray[np.float64]:
     """Loads as float64 [L, E]; BalanceError names the first layer and expert that is not a load."""
     try:
         out = np.asarray(load_LE, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise BalanceError(f"loads are not numbers: {error}") from error
-    if out.ndim != 2 or out.shape[1] < 1:
-        raise BalanceError(f"loads must be [layers, experts] with at least one expert, got shape {out.shape}")
+    if out.ndim != 2 or not out.size:
+        raise BalanceError(
+            f"loads must be [layers, experts] with at least one of each, got shape {out.shape}"
+        )
     for bad, what in ((np.isnan(out), "NaN"), (out < 0, "negative"), (np.isinf(out), "infinite")):
         if bad.any():
             layer, expert = (int(i) for i in np.argwhere(bad)[0])
@@ -27,6 +30,8 @@ def check_load(load_LE: ArrayLike) -> NDArray[np.float64]:
                 f"layer {layer}: the load of expert {expert} is {what} ({out[layer, expert]});"
                 " loads are finite numbers >= 0"
             )
+    if (large := out.max()) > LARGEST_LOAD:
+        raise BalanceError(f"a load is {large:g}; {LARGEST_LOAD:g} is the largest")
     return out
 
 

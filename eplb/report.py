@@ -1,9 +1,10 @@
 """A solution in words: a table of its layers, a summary, and a picture.
 
-Formatting only; the one file written here is the picture.
+Formatting only; files are the caller's.
 """
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ REASON_WORDS = {
     "replicas": "slots: too few for more replicas of the hottest experts",
     "crowding": "slots: what must sit beside the hottest experts",
 }
+PLOT_FORMATS = ("png", "svg", "pdf")
 HEAD = ("layer", "before", "after", "bound", "gap %", "limit", "moved", "MiB")
 
 
@@ -97,12 +99,20 @@ def _columns(rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def plot_rank_loads(
-    path: Path, load_LE: NDArray[np.float64], before: Placement | None, after: Placement
-) -> None:
-    """Write a picture: load of every rank over the layer's mean, layers down, ranks across, before and after.
+def plot_format(path: Path) -> str:
+    """The format that a picture's name asks for. BalanceError for one that is not known."""
+    ending = path.suffix.lower().removeprefix(".")
+    if ending not in PLOT_FORMATS:
+        raise BalanceError(f"{path}: the ending of a picture must be one of .{', .'.join(PLOT_FORMATS)}")
+    return ending
 
-    The format is the ending's (png, svg, pdf). Raises PlotUnavailable without matplotlib.
+
+def plot_rank_loads(
+    kind: str, load_LE: NDArray[np.float64], before: Placement | None, after: Placement
+) -> bytes:
+    """A picture: load of every rank over the layer's mean, layers down, ranks across, before and after.
+
+    `kind` is one of `PLOT_FORMATS`. Raises PlotUnavailable without matplotlib.
     """
     try:
         from matplotlib.figure import Figure
@@ -121,7 +131,9 @@ def plot_rank_loads(
         ax.set_xlabel("rank")
         ax.set_ylabel("MoE layer")
     figure.colorbar(image, ax=list(axes), label="rank load / mean of the layer")
-    figure.savefig(path, dpi=120)
+    out = BytesIO()
+    figure.savefig(out, format=kind, dpi=120)
+    return out.getvalue()
 
 
 def _over_mean(placement: Placement, load_LE: NDArray[np.float64]) -> NDArray[np.float64]:

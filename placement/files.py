@@ -121,6 +121,8 @@ def _load(path: Path) -> Any:
             return json.loads(text)
         except json.JSONDecodeError as error:
             raise PlacementFileError(f"{path}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits; too many brackets
+            raise PlacementFileError(f"{path}: not JSON: {error}") from error
     return _load_yaml(path, text)
 
 
@@ -138,8 +140,20 @@ def _load_torch(path: Path) -> Any:
 def _load_yaml(path: Path, text: str) -> Any:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """A layer that is given twice would silently be the last one."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value]
+            twice = next((n for n in names if names.count(n) > 1), None)
+            if twice is not None:
+                raise yaml.MarkedYAMLError(problem=f"{twice} appears twice", problem_mark=node.start_mark)
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)  # noqa: S506, a safe loader
+    except (ValueError, RecursionError) as error:
+        raise PlacementFileError(f"{path}: not YAML: {error}") from error
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         line = f":{where.line + 1}" if where is not None else ""
@@ -157,7 +171,7 @@ def _own(path: Path, data: Mapping[str, Any]) -> Placement:
     if missing:
         raise PlacementFileError(f"{path}: {', '.join(missing)} missing")
     for name in ("num_experts", "num_ranks", "epoch"):
-        if type(data[name]) is not int or data[name] < (name != "epoch"):
+        if type(data[name]) is not int or not (name != "epoch") <= data[name] < 2**31:
             raise PlacementFileError(f"{path}: {name} = {data[name]!r} is not a number of them")
     rows = data["slot_to_expert"]
     names = list(range(len(rows))) if isinstance(rows, list) else []

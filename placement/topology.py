@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from moe_runtime.placement.errors import TopologyError
 
+MOST_RANKS = 65_536
 LINK_CLASSES = ("same_rank", "same_node", "other_node")
 # A copy inside a GPU's memory, NVLink as DeepEP measures it on H800, a 400 Gb/s port per GPU.
 DEFAULT_SECONDS_PER_BYTE = (1 / 1.2e12, 1 / 160e9, 1 / 50e9)
@@ -35,6 +36,8 @@ class Topology:
         for name in ("nodes", "ranks_per_node"):
             if getattr(self, name) < 1:
                 raise TopologyError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.num_ranks > MOST_RANKS:
+            raise TopologyError(f"{self}: {self.num_ranks} ranks; at most {MOST_RANKS} are possible")
         cost = self.seconds_per_byte
         if len(cost) != 3 or not np.isfinite(cost).all() or cost[0] < 0 or sorted(cost) != list(cost):
             raise TopologyError(

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from moe_runtime.eplb.errors import BalanceError
 from moe_runtime.eplb.load_files import read_load
-from moe_runtime.eplb.report import PlotUnavailable, layer_table, plot_rank_loads, summary
+from moe_runtime.eplb.report import PlotUnavailable, layer_table, plot_format, plot_rank_loads, summary
 from moe_runtime.eplb.solve import solve
 from moe_runtime.errors import InputError, UnavailableError
-from moe_runtime.files import require_writable, write_atomically
+from moe_runtime.files import require_outputs, write_atomically
 from moe_runtime.launch.console import say, show
 from moe_runtime.placement.errors import PlacementError, TopologyError
 from moe_runtime.placement.files import read_placement, to_json
@@ -20,9 +20,8 @@ from moe_runtime.placement.topology import Topology
 
 
 def run(arguments: argparse.Namespace, argv: list[str]) -> int:
-    require_writable(arguments.out)
-    if arguments.plot is not None:
-        require_writable(arguments.plot)
+    # A placement may replace the one it goes on from.
+    require_outputs({"--out": arguments.out, "--plot": arguments.plot}, {"--load": arguments.load})
     try:
         return _run(arguments)
     except PlotUnavailable as error:
@@ -33,6 +32,7 @@ def run(arguments: argparse.Namespace, argv: list[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     topology = Topology.parse(arguments.topology)
+    plot = None if arguments.plot is None else plot_format(arguments.plot)
     load_LE = read_load(arguments.load)
     current = None
     if arguments.current is not None:
@@ -52,8 +52,8 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     before = current if current is not None else _linear(load_LE, topology, arguments.slots)
     before_L = None if before is None else before.rank_load(load_LE).max(axis=1)
-    if arguments.plot is not None:
-        plot_rank_loads(arguments.plot, load_LE, before, solution.placement)
+    if plot is not None:
+        write_atomically(arguments.plot, plot_rank_loads(plot, load_LE, before, solution.placement))
     write_atomically(arguments.out, to_json(solution.placement).encode())
     show(layer_table(solution, before_L))
     show("")

@@ -61,6 +61,10 @@ def test_other_shapes_of_the_formats(tmp_path):
         ("a.json", b"[1, 2]", "not a list of rows"),
         ("a.json", b"[[1,", "a.json:1:5: not JSON"),
         ("a.json", b"\xff", "not text"),
+        ("a.json", b"[" * 100_000, "not JSON"),
+        ("a.json", b"[[%b, 1]]" % (b"9" * 5000), "not JSON"),
+        ("a.json", b"[[%b, 1]]" % (b"9" * 400), "loads are not numbers"),
+        ("a.csv", b"1,1e301\n", r"a load is 1e\+301; 1e\+300 is the largest"),
         ("a.npz", b"no archive", "not a numpy file"),
         ("a.pt", b"PK nothing", "not a torch file"),
         ("a.txt", b"1,2", "the ending must be one of .csv"),
@@ -72,6 +76,21 @@ def test_files_that_are_no_load_say_where(name, content, message, tmp_path):
     with pytest.raises(LoadFileError, match=message) as caught:
         read_load(path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [(np.ones((2, 2), complex), "it holds complex128"), (np.ones((0, 4)), r"shape \(0, 4\)")],
+)
+def test_arrays_that_are_no_loads_are_refused(array, message, tmp_path):
+    np.save(tmp_path / "l.npy", array)
+    with pytest.raises(LoadFileError, match=message):
+        read_load(tmp_path / "l.npy")
+
+
+def test_what_a_spreadsheet_puts_first_is_no_number(tmp_path):
+    (tmp_path / "l.csv").write_bytes(b"\xef\xbb\xbf1,2\r\n3,4\r\n")
+    assert read_load(tmp_path / "l.csv").tolist() == [[1, 2], [3, 4]]
 
 
 def test_pickled_arrays_are_refused(tmp_path):
@@ -108,18 +127,17 @@ def test_the_table_tells_before_after_bound_and_moves():
     assert json.dumps(solution.summary())
 
 
-def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch, tmp_path):
+def test_a_plot_without_matplotlib_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     placement = linear(num_layers=2, num_experts=4, num_ranks=2)
     with pytest.raises(PlotUnavailable, match=r"pip install 'moe-runtime\[report\]'"):
-        plot_rank_loads(tmp_path / "x.png", np.array(LOAD), None, placement)
+        plot_rank_loads("png", np.array(LOAD), None, placement)
 
 
-def test_a_plot_is_a_picture(tmp_path):
+def test_a_plot_is_a_picture():
     placement = linear(num_layers=2, num_experts=4, num_ranks=2)
-    plot_rank_loads(tmp_path / "x.png", np.array(LOAD), placement, placement)
-    assert (tmp_path / "x.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert plot_rank_loads("png", np.array(LOAD), placement, placement)[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def command(tmp_path, *more):
@@ -160,7 +178,10 @@ def test_the_command_takes_a_current_placement(tmp_path, capsys):
     ("more", "message"),
     [
         (["--topology", "4"], "write NODESxRANKS"),
+        (["--topology", "99999x99999"], "at most 65536"),
         (["--slots", "3"], "slots = 3 cannot hold 4 experts"),
+        (["--slots", "999999999999"], "slots = 999999999999: at most"),
+        (["--plot", "x.foo"], "x.foo: the ending of a picture must be one of .png, .svg, .pdf"),
         (["--groups", "3"], "groups = 3 must divide"),
         (["--load", "none.csv"], "none.csv: cannot be read"),
         (["--current", "none.json"], "none.json: cannot be read"),
@@ -173,3 +194,12 @@ def test_bad_inputs_exit_with_2_one_message_and_no_file(more, message, tmp_path,
     assert err.count("\n") == 1
     assert message in err
     assert not (tmp_path / "p.json").exists()
+
+
+def test_an_output_never_replaces_the_loads_or_another_output(tmp_path, capsys):
+    load, out = tmp_path / "l.csv", tmp_path / "p.json"
+    before = save(tmp_path, "l.csv").read_bytes()
+    for more in (["--out", str(load)], ["--plot", str(load)], ["--plot", str(out)]):
+        assert command(tmp_path, *more) == 2
+        assert "is the same file as" in capsys.readouterr().err
+    assert load.read_bytes() == before

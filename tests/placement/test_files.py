@@ -106,6 +106,7 @@ def test_our_own_json_comes_back_the_same(tmp_path):
     [
         ({"version": 2}, "version 2; 1 is understood"),
         ({"num_experts": None}, "num_experts = None is not a number"),
+        ({"epoch": 10**30}, "epoch = 1000000000000000000000000000000 is not a number"),
         ({"slot_to_expert": [[0, 1], [0, 1, 2]]}, "layer 1: 3 slots, layer 0 has 2"),
         ({"slot_to_expert": [[0, "a"]]}, "layer 0, position 1: 'a' is not an expert id"),
         ({"slot_to_expert": []}, "no layers"),
@@ -162,7 +163,10 @@ def test_a_logical_count_is_a_load_not_a_placement(kind, tmp_path):
     ("content", "message"),
     [
         (b"{ not json", ":1:3: not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"a: [1, 2\nb: }", ":2: not YAML"),
+        (b"0: [%b]" % (b"9" * 5000), "not YAML"),
+        (b"1: [0, 1]\n3: [0, 1]\n1: [1, 0]", ":1: not YAML: 1 appears twice"),
         (b"\xff\xfe\x00", "neither text nor a torch file"),
         (b"PK\x03\x04 damaged", "not a torch file"),
         (b"just words", "no placement"),
