@@ -35,7 +35,7 @@ def test_held_out_rows_are_met(judged):
 
 
 def test_fitted_rows_are_met():
-    assert max(abs(error_of(published_rows()[name], KNOWN)) for name in KNOWN.fitted.rows) < 0.08
+    assert max(abs(error_of(published_rows()[name], KNOWN)) for name in KNOWN.fitted.rows) < 0.06
 
 
 def test_two_micro_batches_pay_from_between_64_and_128_sequences(judged):
@@ -51,7 +51,7 @@ def test_balancing_off_costs_decode_what_was_measured(judged):
 
 def test_balancing_off_costs_prefill_more_than_was_measured(judged):
     """1.49 was measured; 15 % was the target and is missed, docs/cost-model.md says why."""
-    assert 1.49 < judged.prefill_off < 1.49 * 1.25
+    assert 1.49 * 1.15 < judged.prefill_off < 1.49 * 1.20
 
 
 def test_the_table_of_the_documentation_is_what_the_model_says(judged):
