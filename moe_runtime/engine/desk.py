@@ -10,9 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+from msgspec import structs
+
 from moe_runtime.engine.balancing.desk import ExpertDesk
 from moe_runtime.engine.clock import StepClock
-from moe_runtime.engine.extras import NOTHING, Extras
+from moe_runtime.engine.extras import NOTHING, Extras, take_prompt_logprobs
 from moe_runtime.engine.handovers import Handovers
 from moe_runtime.engine.identity import Identity
 from moe_runtime.engine.messages import (
@@ -23,6 +25,7 @@ from moe_runtime.engine.messages import (
     Goodbye,
     Hello,
     Prefilled,
+    PromptDone,
     Ready,
     Refused,
     Release,
@@ -149,8 +152,14 @@ class RequestDesk:
             frontend = request >> FRONTEND_SHIFT
             extra = extras.get(event.sample, NOTHING)
             start = self._starts.pop(request, None)
+            if start is not None:
+                start = structs.replace(start, prompt_logprobs=take_prompt_logprobs(event.sequence))
             if event.kind != "token":
                 self.promises.end(request)
+            if event.kind == "prompt":
+                instance = self.identity.instance
+                self._tell(frontend, PromptDone(request=request, instance=instance, start=start))
+                continue
             if event.kind == "handoff":
                 prefilled = Prefilled(
                     handoff=self.handovers.grant(event),
@@ -163,7 +172,7 @@ class RequestDesk:
             tokens[frontend].append(
                 Token(request, event.token, event.finish_reason, extra.logits, extra.logprobs, start)
             )
-        self.tally.output_tokens += len(events)
+        self.tally.output_tokens += sum(event.kind != "prompt" for event in events)
         for frontend, batch in tokens.items():
             self._tell(
                 frontend, StepTokens(instance=self.identity.instance, rank=self.identity.rank, tokens=batch)

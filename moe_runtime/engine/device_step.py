@@ -1,7 +1,7 @@
 """From StepInputs (host arrays) to StepContext (device tensors), and through the model once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from moe_runtime.scheduler.sampling import greedy
 from moe_runtime.scheduler.step_inputs import StepInputs
 
 MAX_TOP_LOGPROBS = 20  # what the API allows; one size, so that micro-batches can be joined
+SCORE_LOGITS_BYTES = 32 << 20
+"""Logits of prompt rows that are alive at once, as float32; their logprobs take as much again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,13 @@ class Samples:
     tokens_N     int64
     logits_WV    float32, of the samples whose logits are wanted, in their order
     logprobs     of the samples whose logprobs are wanted, in their order
+    scores       of the prompt rows whose logprobs are wanted, in their order
     """
 
     tokens_N: Tensor
     logits_WV: Tensor | None = None
     logprobs: TopLogprobs | None = None
+    scores: TopLogprobs | None = None
 
 
 NO_SAMPLES = Samples(torch.zeros(0, dtype=torch.int64))
@@ -95,23 +99,52 @@ def run(decoder: Decoder, parts: Sequence[tuple[StepInputs, StepContext]], *, de
         list(decoder.layers),
         order=overlap.order_of(decode_only=decode_only),
     )
-    samples = [_sample(decoder, x_TH, inputs) for x_TH, (inputs, _) in zip(hidden, parts, strict=True)]
+    samples = [
+        replace(_sample(decoder, x_TH, inputs), scores=score(decoder, x_TH, inputs))
+        for x_TH, (inputs, _) in zip(hidden, parts, strict=True)
+    ]
     return samples[0] if len(samples) == 1 else _joined(samples)
 
 
 def _joined(parts: Sequence[Samples]) -> Samples:
     logits = [s.logits_WV for s in parts if s.logits_WV is not None]
-    logprobs = [s.logprobs for s in parts if s.logprobs is not None]
     return Samples(
         torch.cat([s.tokens_N for s in parts]),
         torch.cat(logits) if logits else None,
-        TopLogprobs(
-            torch.cat([p.chosen_W for p in logprobs]),
-            torch.cat([p.top_ids_WK for p in logprobs]),
-            torch.cat([p.top_WK for p in logprobs]),
-        )
-        if logprobs
-        else None,
+        _concatenated([s.logprobs for s in parts if s.logprobs is not None]),
+        _concatenated([s.scores for s in parts if s.scores is not None]),
+    )
+
+
+def _concatenated(parts: Sequence[TopLogprobs]) -> TopLogprobs | None:
+    if not parts:
+        return None
+    return TopLogprobs(
+        torch.cat([p.chosen_W for p in parts]),
+        torch.cat([p.top_ids_WK for p in parts]),
+        torch.cat([p.top_WK for p in parts]),
+    )
+
+
+def score(
+    decoder: Decoder, x_TH: Tensor, inputs: StepInputs, *, most_bytes: int = SCORE_LOGITS_BYTES
+) -> TopLogprobs | None:
+    """What the scored rows say of the tokens that follow them; None where there are none. LOCAL.
+
+    A prompt has many rows: their logits are made for a few rows at a time, `most_bytes` or one row.
+    """
+    total = len(inputs.score_rows_S)
+    if not total:
+        return None
+    rows_S, tokens_S = _to(inputs.score_rows_S, x_TH.device), _to(inputs.score_tokens_S, x_TH.device)
+    rows = max(1, most_bytes // (4 * decoder.spec.vocab_size))
+    return _concatenated(
+        [
+            top_logprobs(
+                decoder.logits(x_TH[rows_S[at : at + rows]]), tokens_S[at : at + rows], MAX_TOP_LOGPROBS
+            )
+            for at in range(0, total, rows)
+        ]
     )
 
 
@@ -152,6 +185,8 @@ def warm_up(
         segment_blocks_PB=blocks,
         sample_rows_N=np.array([0, rows], np.int32),
         sampling=greedy(2),
+        score_rows_S=np.zeros(0, np.int32),
+        score_tokens_S=np.zeros(0, np.int32),
     )
     for mode in 2 * decoder.dispatch_modes:
         decision = StepDecision(kind=StepKind.FORWARD, dispatch_mode=mode, rounds=1, round_tokens=rows + 1)

@@ -104,15 +104,29 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of each of the n prompt tokens but the first: its logprob, and the k best tokens, best first.
+
+    chosen float32 [n], top_ids int32 [n, k], top float32 [n, k], as bytes.
+    """
+
+    k: int
+    chosen: bytes
+    top_ids: bytes
+    top: bytes
+
+
 class Start(msgspec.Struct, frozen=True, array_like=True):
     """How a request began at the rank that ran its prompt: travels with its first token.
 
-    cached_tokens  prompt tokens whose KV was in the prefix cache
-    queue_seconds  from arrival at the rank to admission
+    cached_tokens    prompt tokens whose KV was in the prefix cache
+    queue_seconds    from arrival at the rank to admission
+    prompt_logprobs  if they were asked for
     """
 
     cached_tokens: int
     queue_seconds: float
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -135,6 +149,14 @@ class StepTokens(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     instance: str
     rank: int
     tokens: list[Token]
+
+
+class PromptDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Rank -> frontend: the prompt of a request that wants no tokens is through, which is its end."""
+
+    request: int
+    instance: str
+    start: Start | None = None
 
 
 class Prefilled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -277,4 +299,15 @@ ToRank = (
     | Goodbye
     | ToRankBalancing
 )
-ToFrontend = Ready | StepTokens | Prefilled | Refused | Reserved | Full | Stats | Status | ToFrontendBalancing
+ToFrontend = (
+    Ready
+    | StepTokens
+    | PromptDone
+    | Prefilled
+    | Refused
+    | Reserved
+    | Full
+    | Stats
+    | Status
+    | ToFrontendBalancing
+)

@@ -25,7 +25,7 @@ from moe_runtime.engine.clock import OUTSIDE, StepClock
 from moe_runtime.engine.desk import RequestDesk
 from moe_runtime.engine.device_step import NO_SAMPLES, Samples
 from moe_runtime.engine.exchange import Exchange
-from moe_runtime.engine.extras import extras_of
+from moe_runtime.engine.extras import extras_of, keep_scores
 from moe_runtime.engine.overlap_policy import OverlapModel
 from moe_runtime.engine.recorder import step_row
 from moe_runtime.expert_parallel.meter import TransportMeter
@@ -174,6 +174,7 @@ class RankEngine:
         while len(self._in_flight) > leave:
             scheduled, samples = self._in_flight.popleft()
             tokens_N = samples.tokens_N.cpu().numpy().astype(np.int32)
+            keep_scores(scheduled, samples)
             events = self.scheduler.commit(scheduled, tokens_N)
             self.desk.deliver(events, extras_of(scheduled.inputs.sampling, samples))
         self.scheduler.check_invariants(leased=self.desk.handovers.leases.num_blocks)

@@ -2,7 +2,7 @@
 
 A cut may fall inside a prefill segment: the second part then has the first one's tokens as
 context, whose KV the first micro-batch writes in the same layer before the second reads it.
-Pure numpy. T rows, D decode rows, P segments, N samples.
+Pure numpy. T rows, D decode rows, P segments, N samples, S scored rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -65,7 +65,15 @@ def _context(inputs: StepInputs, start: int, stop: int) -> Any:
 
 
 def _samples(inputs: StepInputs, start: int, stop: int) -> slice:
-    rows = inputs.sample_rows_N
+    return _within(inputs.sample_rows_N, start, stop)
+
+
+def _scores(inputs: StepInputs, start: int, stop: int) -> slice:
+    return _within(inputs.score_rows_S, start, stop)
+
+
+def _within(rows: Any, start: int, stop: int) -> slice:
+    """Those of ascending rows that are in [start, stop)."""
     return slice(int(np.searchsorted(rows, start)), int(np.searchsorted(rows, stop)))
 
 
@@ -78,6 +86,10 @@ REBUILT: Mapping[str, Callable[[StepInputs, int, int], Any]] = MappingProxyType(
         "segment_context_P": _context,
         "segment_blocks_PB": lambda i, start, stop: i.segment_blocks_PB[_segments(i, start, stop)],
         "sample_rows_N": lambda i, start, stop: i.sample_rows_N[_samples(i, start, stop)] - np.int32(start),
+        "score_rows_S": lambda inputs, start, stop: (
+            inputs.score_rows_S[_scores(inputs, start, stop)] - np.int32(start)
+        ),
+        "score_tokens_S": lambda inputs, start, stop: inputs.score_tokens_S[_scores(inputs, start, stop)],
         "sampling": lambda i, start, stop: i.sampling.cut(_samples(i, start, stop)),
     }
 )

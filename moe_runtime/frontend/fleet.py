@@ -24,10 +24,12 @@ from moe_runtime.engine.messages import (
     Goodbye,
     Hello,
     Prefilled,
+    PromptDone,
     Ready,
     Refused,
     Reserve,
     Reserved,
+    Start,
     Stats,
     Status,
     StepTokens,
@@ -226,6 +228,10 @@ class Fleet:
                     self._token(token, instance, now)
             case Prefilled(handoff=handoff):
                 self._prefilled(message, self._live.get(handoff.request), now)
+            case PromptDone(request=request, instance=instance, start=start):
+                if (live := self._live.get(request)) is not None:
+                    _begin(live, start)
+                    self._finish(live, FinishReason.LENGTH, ended_at=instance)
             case Refused(request=request, instance=instance, reason=reason):
                 if (live := self._live.get(request)) is not None:
                     live.refused = True
@@ -314,15 +320,14 @@ class Fleet:
             live.notify()
 
     def _append(self, live: Live, token: int, now: float, source: Token | Prefilled) -> None:
+        if not live.token_ids:
+            _begin(live, source.start)
         live.token_ids.append(token)
         live.token_times.append(now)
         if source.logits is not None:
             live.logits = source.logits
         if source.logprobs is not None:
             live.logprobs.append(source.logprobs)
-        if source.start is not None and len(live.token_ids) == 1:
-            live.cached_tokens = source.start.cached_tokens
-            live.queue_seconds = source.start.queue_seconds
 
     def _finish(
         self, live: Live, reason: str, error: str | None = None, *, ended_at: str | None = None
@@ -339,3 +344,11 @@ class Fleet:
                 self._send(route, Abort(request=live.request.id))
             self._routes.leave(live, role)
         del self._live[live.request.id]
+
+
+def _begin(live: Live, start: Start | None) -> None:
+    """Note how the prompt of a request went."""
+    if start is not None:
+        live.cached_tokens = start.cached_tokens
+        live.queue_seconds = start.queue_seconds
+        live.prompt_logprobs = start.prompt_logprobs

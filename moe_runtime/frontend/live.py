@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from moe_runtime.engine.messages import Logprobs
+from moe_runtime.engine.messages import Logprobs, PromptLogprobs
 from moe_runtime.frontend.router import Target
 from moe_runtime.spec.requests import Request
 from moe_runtime.transfer.handoff import Handoff
@@ -33,6 +33,7 @@ class Live:
 
     notify         called after news: tokens, or the end
     logprobs       one for each token, if they were asked for
+    prompt_logprobs  come with the first token, if they were asked for
     cached_tokens  prompt tokens that the rank which ran the prompt had in its prefix cache
     queue_seconds  that the request waited there
     finish_reason  set at the end, with `error` if it ended badly
@@ -51,6 +52,7 @@ class Live:
     token_ids: list[int] = field(default_factory=list)
     token_times: list[float] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     logits: bytes | None = None
     cached_tokens: int = 0
     queue_seconds: float = 0.0

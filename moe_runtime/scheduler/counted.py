@@ -50,6 +50,7 @@ class CountedScheduler(Scheduler):
         """The same step as `build` would make, and the same state after it."""
         table, decode = self.table, self._decode
         chunks = self._chunks(token_level, chunk_tokens)
+        self._take_scores(chunks)
         context = int(np.add.reduce(table.num_tokens[decode], dtype=np.int64))
         again = pairs = prefix = 0
         complete = []

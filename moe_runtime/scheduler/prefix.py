@@ -39,10 +39,12 @@ class PrefixCache:
         self._model = hashlib.blake2b(model.encode(), digest_size=32).digest()
 
     def find(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the beginning of the sequence, never all of it: a token is left to compute."""
+        """Blocks that hold the beginning of the sequence, never all of it: a token is left to compute, and
+        rows whose scores are wanted.
+        """
         if not self.enabled:
             return []
-        units = (sequence.num_known - 1) // self.unit_tokens
+        units = min(sequence.num_known - 1, sequence.next_score) // self.unit_tokens
         self._hash_until(sequence, units)
         found = self._pool.find(islice(sequence.block_keys, units * self._blocks_per_unit))
         return found[: len(found) // self._blocks_per_unit * self._blocks_per_unit]

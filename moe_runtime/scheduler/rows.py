@@ -8,6 +8,8 @@ from moe_runtime.scheduler.sequences import SequenceTable
 from moe_runtime.scheduler.step_inputs import StepInputs
 from moe_runtime.spec.kv import INDEX_MASK
 
+_NONE = np.zeros(0, np.int32)
+
 
 class RowBuilder:
     """Builds the rows of a step and advances `num_computed` of the rows it uses."""
@@ -17,9 +19,10 @@ class RowBuilder:
         self.block_tokens = block_tokens
 
     def build(
-        self, decode: NDArray[np.intp], chunks: list[tuple[int, int]]
+        self, decode: NDArray[np.intp], chunks: list[tuple[int, int]], scores: list[range]
     ) -> tuple[StepInputs, NDArray[np.intp]]:
-        """`decode`: table rows with one token each; `chunks`: (table row, tokens) of prefill.
+        """`decode`: table rows with one token each; `chunks`: (table row, tokens) of prefill; `scores`: the
+        positions of each chunk whose logprobs are wanted.
 
         Returns the inputs, and the table row of every sample.
         """
@@ -32,11 +35,16 @@ class RowBuilder:
         last = table.last_sample[decode]
         token_ids = [np.where(last >= 0, -(last + 1), table.last_token[decode]).astype(np.int32)]
         positions = [table.num_computed[decode].astype(np.int32)]
-        for row, (begin, count) in zip(chunk_rows, zip(context, counts, strict=True), strict=True):
+        score_rows, score_tokens = [_NONE], [_NONE]
+        for index, (row, begin, count) in enumerate(zip(chunk_rows, context, counts, strict=True)):
             sequence = table.sequences[row]
             assert sequence is not None
             token_ids.append(sequence.tokens[begin : begin + count])
             positions.append(np.arange(begin, begin + count, dtype=np.int32))
+            if wanted := scores[index]:
+                first = starts[index] - begin
+                score_rows.append(np.arange(first + wanted.start, first + wanted.stop, dtype=np.int32))
+                score_tokens.append(sequence.tokens[wanted.start + 1 : wanted.stop + 1])
         positions_T = np.concatenate(positions)
         sequence_T = np.concatenate([decode, np.repeat(chunk_rows, counts)]).astype(np.int32)
 
@@ -56,6 +64,8 @@ class RowBuilder:
             segment_blocks_PB=self._blocks(chunk_rows),
             sample_rows_N=sample_rows,
             sampling=self._sampling(sampled),
+            score_rows_S=np.concatenate(score_rows),
+            score_tokens_S=np.concatenate(score_tokens),
         )
         table.num_computed[decode] += 1
         table.num_computed[chunk_rows] += counts

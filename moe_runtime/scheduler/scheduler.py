@@ -65,7 +65,8 @@ class Scheduled:
     """A built step: what the device runs, and whose samples come back.
 
     `prefill_tokens` are computed for the first time, `recomputed_tokens` again after a preemption;
-    `cached_tokens` are prompt tokens that sequences admitted since the last step need not compute.
+    `cached_tokens` are prompt tokens that sequences admitted since the last step need not compute;
+    `scored` are the sequences of `inputs.score_rows_S`, with the number of rows of each.
     """
 
     inputs: StepInputs
@@ -73,16 +74,19 @@ class Scheduled:
     prefill_tokens: int
     recomputed_tokens: int
     cached_tokens: int
+    scored: tuple[tuple[Sequence, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """A sequence got a token. `kind` handoff: it leaves for a decode instance with `blocks`."""
+    """A sequence got a token. `kind` handoff: it leaves for a decode instance with `blocks`; prompt: it
+    wanted none, and its prompt is through.
+    """
 
     sequence: Sequence
     sample: int
     token: int
-    kind: Literal["token", "finished", "handoff"]
+    kind: Literal["token", "finished", "handoff", "prompt"]
     finish_reason: str | None = None
     blocks: NDArray[np.int32] | None = None
 
@@ -123,9 +127,9 @@ class Scheduler:
         With `handoff` only the prompt has to fit here: the rest is generated elsewhere.
         """
         total = prompt_len + max_tokens
-        if prompt_len < 1 or max_tokens < 1:
+        if prompt_len < 1 or max_tokens < 0:
             raise RequestRefused(
-                f"prompt of {prompt_len} tokens, max_tokens {max_tokens}: both must be at least 1"
+                f"prompt of {prompt_len} tokens, max_tokens {max_tokens}: must be at least 1 and 0"
             )
         if total > self.limits.max_positions:
             raise RequestRefused(
@@ -226,7 +230,10 @@ class Scheduler:
         """
         chunks = self._chunks(token_level, chunk_tokens)
         again = sum(self._recomputed(row, count) for row, count in chunks)
-        inputs, sample_rows = self.rows.build(self.table.in_order(self._decode), chunks)
+        scores = self._take_scores(chunks)
+        inputs, sample_rows = self.rows.build(
+            self.table.in_order(self._decode), chunks, [rows for _, rows in scores]
+        )
         sampled = []
         for index, row in enumerate(sample_rows):
             sequence = self.table.sequences[row]
@@ -243,6 +250,7 @@ class Scheduler:
             prefill_tokens=sum(count for _, count in chunks) - again,
             recomputed_tokens=again,
             cached_tokens=cached,
+            scored=tuple((sequence, len(rows)) for sequence, rows in scores if rows),
         )
 
     def commit(self, scheduled: Scheduled, tokens_N: NDArray[np.int32]) -> list[TokenEvent]:
@@ -281,6 +289,12 @@ class Scheduler:
     # -- inside -------------------------------------------------------------------------------
 
     def _event(self, sequence: Sequence, sample: int, token: int) -> TokenEvent:
+        if not sequence.request.sampling.max_tokens:
+            self._end(sequence)
+            ended = FinishReason.LENGTH
+            return TokenEvent(
+                sequence=sequence, sample=sample, token=token, kind="prompt", finish_reason=ended
+            )
         reason = None
         if token in sequence.stop_tokens:
             reason = FinishReason.STOP
@@ -317,6 +331,15 @@ class Scheduler:
         first_time = max(0, min(end, sequence.prompt_len) - max(begin, sequence.high_water))
         sequence.high_water = max(sequence.high_water, end)
         return count - first_time
+
+    def _take_scores(self, chunks: list[tuple[int, int]]) -> list[tuple[Sequence, range]]:
+        """Of each chunk, about to be run: its sequence, and the positions whose logprobs are wanted."""
+        scores = []
+        for row, count in chunks:
+            sequence, begin = self.table.sequences[row], int(self.table.num_computed[row])
+            assert sequence is not None
+            scores.append((sequence, sequence.take_scores(begin, begin + count)))
+        return scores
 
     def _chunks(self, token_level: int, chunk_tokens: int | None) -> list[tuple[int, int]]:
         """(row, tokens) of the prefill of a step, the most urgent first."""

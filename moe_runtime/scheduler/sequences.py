@@ -5,6 +5,7 @@ Knows nothing of blocks' contents, devices or clocks.
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from moe_runtime.scheduler.sampling import Constraint
 from moe_runtime.spec.requests import Request
 
 FIRST_WIDTH = 16
+NO_SCORES = 1 << 62  # beyond every row
 
 
 class State(IntEnum):
@@ -24,11 +26,20 @@ class State(IntEnum):
     FINISHED = 3
 
 
+class Scores(NamedTuple):
+    """Of S prompt rows: the next token's logprob [S], and the K best tokens [S, K] with theirs [S, K]."""
+
+    chosen_S: NDArray[np.float32]
+    top_ids_SK: NDArray[np.int32]
+    top_SK: NDArray[np.float32]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on one rank.
 
-    tokens        int32 [prompt + max_tokens]; the first `num_known` are known
+    tokens        int32 [prompt + max_tokens]; the first `num_known` are known. If no tokens are wanted
+                  one is drawn all the same: it tells that the prompt is through
     stop_tokens   ids that end the sequence
     handoff       the sequence leaves for a decode instance after its first token
     transferred   it came from a prefill instance: its first `prompt` tokens have KV elsewhere
@@ -40,6 +51,8 @@ class Sequence:
     block_keys, prefix_hash, kept_blocks, keep_at   belong to PrefixCache
     constraint    what the output must look like
     outdated      blocks that it found instead of fetching them are of weights that are gone
+    next_score    the first prompt row whose scores are wanted of a step yet; NO_SCORES: none is
+    scores        those that steps gave, in the order of their rows
     """
 
     request: Request
@@ -62,6 +75,8 @@ class Sequence:
     keep_at: int = 0
     constraint: Constraint | None = None
     outdated: bool = False
+    next_score: int = NO_SCORES
+    scores: list[Scores] = field(default_factory=list)
 
     @property
     def edited(self) -> bool:
@@ -89,6 +104,16 @@ class Sequence:
         """Known tokens and those sampled but not read yet."""
         return self.num_known + self.pending
 
+    def take_scores(self, begin: int, end: int) -> range:
+        """Of the rows [begin, end), which a step runs: those whose scores are wanted. Nobody is told twice.
+
+        Row p tells of prompt token p + 1, so the last token's row has none.
+        """
+        rows = range(max(begin, self.next_score), min(end, self.prompt_len - 1))
+        if rows:
+            self.next_score = rows.stop if rows.stop < self.prompt_len - 1 else NO_SCORES
+        return rows
+
 
 def make_sequence(
     request: Request,
@@ -103,7 +128,7 @@ def make_sequence(
     The model's own end-of-sequence tokens end it unless `ignore_eos`, the request's stop ids always.
     """
     prompt = np.asarray(request.prompt, np.int32)
-    tokens = np.zeros(len(prompt) + request.sampling.max_tokens, np.int32)
+    tokens = np.zeros(len(prompt) + max(1, request.sampling.max_tokens), np.int32)
     tokens[: len(prompt)] = prompt
     known = len(prompt)
     if first_token is not None:
@@ -113,6 +138,7 @@ def make_sequence(
             constraint.accept(first_token)
     params = request.sampling
     stop = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
+    scored = params.prompt_logprobs >= 0 and first_token is None and len(prompt) > 1
     return Sequence(
         request=request,
         tokens=tokens,
@@ -122,6 +148,7 @@ def make_sequence(
         transferred=first_token is not None,
         high_water=len(prompt) if first_token is not None else 0,
         constraint=constraint,
+        next_score=0 if scored else NO_SCORES,
     )
 
 

@@ -1,8 +1,8 @@
 """StepInputs: what one rank feeds to one step, as numpy arrays and nothing else.
 
 Rows: the decode rows first (one per sequence), then the prefill segments one after the
-other. T rows, D decode rows, P prefill segments, N sampled rows, B blocks per sequence,
-G KV groups. Every field declares how it behaves when a step is split into micro-batches:
+other. T rows, D decode rows, P prefill segments, N sampled rows, S scored rows, B blocks per
+sequence, G KV groups. Every field declares how it behaves when a step is split into micro-batches:
 `split` (along its first axis), `copy` (both halves get it), `drop` (rebuilt per half).
 """
 
@@ -39,6 +39,8 @@ class StepInputs:
     segment_blocks_PB   int32; block indices of each prefill sequence, -1 padded (primary group)
     sample_rows_N       int32; rows whose next token is sampled
     sampling            how they are sampled
+    score_rows_S        int32; rows whose logprobs are wanted, ascending
+    score_tokens_S      int32; the token that follows each of them in its prompt
     """
 
     token_ids_T: I32 = declared("split")
@@ -52,6 +54,8 @@ class StepInputs:
     segment_blocks_PB: I32 = declared("drop")
     sample_rows_N: I32 = declared("drop")
     sampling: SamplingInputs = declared("drop")
+    score_rows_S: I32 = declared("drop")
+    score_tokens_S: I32 = declared("drop")
 
     @property
     def num_tokens(self) -> int:

@@ -24,6 +24,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs               -1: none; n >= 0: the chosen token's logprob and those of the n best, under the
                            model's own distribution (before temperature, penalties and bias)
     structure              constrains the output; None: free text
+    prompt_logprobs        as `logprobs`, of each prompt token but the first, given those before it
+
+    `max_tokens` 0 runs the prompt and nothing else.
     """
 
     max_tokens: int = 16
@@ -42,6 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     logprobs: int = -1
     structure: Structure | None = None
+    prompt_logprobs: int = -1
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Instances of one rank each, run as threads of the test: real engines, sockets and transfers, no launch."""
+"""Ranks that run as threads of the test: real engines, sockets and transfers, no launch."""
 
 import asyncio
 import shutil
@@ -27,7 +27,7 @@ STATUS_SECONDS = 0.02
 
 @dataclass
 class InProcess:
-    """`engines` by deployment; `statuses` are the newest of each."""
+    """`engines` by deployment, those of later ranks by `name_of`; `statuses` are the newest of each."""
 
     engines: dict[str, RankEngine]
     fleet: Fleet
@@ -56,7 +56,7 @@ class InProcess:
 def ranks(
     tmp_path: Path, checkpoint: Path, deployments: dict, overrides: Sequence[str] = ()
 ) -> Iterator[tuple[dict[str, RankEngine], Bootstrap]]:
-    """Load and run one rank for each deployment until the frontend of the bootstrap has left."""
+    """Load and run the ranks of all deployments until the frontend of the bootstrap has left."""
     plan = write_plan(tmp_path / "plan.yaml", checkpoint, deployments)
     flight = preflight(plan, overrides, check_tensors=False)
     session = make_session()
@@ -65,7 +65,9 @@ def ranks(
     ]
     cards = [worker.card(one, session) for one in loaded]
     engines: dict[str, RankEngine] = {
-        one.place.deployment.name: worker.assemble(flight, one, cards, poison=True, trace=False)
+        name_of(one.place.deployment.name, one.place.rank): worker.assemble(
+            flight, one, cards, poison=True, trace=False
+        )
         for one in loaded
     }
     addresses = [
@@ -94,6 +96,11 @@ def ranks(
         shutil.rmtree(session, ignore_errors=True)
 
 
+def name_of(deployment: str, rank: int) -> str:
+    """What a rank of the only instance of its deployment is called here."""
+    return f"{deployment} {rank}" if rank else deployment
+
+
 def _run(engine: RankEngine) -> None:
     engine.run()
     engine.close()
@@ -105,7 +112,10 @@ async def running(engines: dict[str, RankEngine], bootstrap: Bootstrap) -> Async
     fleet = Fleet(bootstrap)
     launch = InProcess(engines, fleet)
     await fleet.start()
-    fleet.watch(STATUS_SECONDS, lambda status, now: launch.statuses.update({status.deployment: status}))
+    fleet.watch(
+        STATUS_SECONDS,
+        lambda status, now: launch.statuses.update({name_of(status.deployment, status.rank): status}),
+    )
     await launch.until(lambda: len(launch.statuses) == len(engines), 5, "first statuses")
     try:
         yield launch

@@ -1,4 +1,7 @@
-"""A single prompt cut inside: the second part reads the KV that the first writes in the same step."""
+"""A single prompt cut inside: the second part reads the KV that the first writes in the same step.
+
+And its scores, which are made in slices of rows.
+"""
 
 import numpy as np
 import pytest
@@ -40,7 +43,8 @@ def prompt_inputs(seed: int) -> StepInputs:
         )
     )
     prompt = np.random.default_rng(seed).integers(8, 500, PROMPT).tolist()
-    scheduler.add(make_sequence(Request(id=0, prompt=prompt, sampling=SamplingParams()), ()))
+    sampling = SamplingParams(prompt_logprobs=20)
+    scheduler.add(make_sequence(Request(id=0, prompt=prompt, sampling=sampling), ()))
     scheduler.propose()
     return scheduler.build(64, 64).inputs
 
@@ -77,6 +81,32 @@ def test_a_prompt_of_nine_tokens_may_be_cut_anywhere(decoder, at, seed):
     cut, cut_cache = run(decoder, [split.cut(whole, 0, at), split.cut(whole, at, PROMPT)])
     assert expected.tokens_N.tolist() == cut.tokens_N.tolist()
     assert len(cut.tokens_N) == 1
+    assert expected.scores is not None
+    assert cut.scores is not None
+    assert expected.scores.top_WK.shape == (PROMPT - 1, 20)
+    assert (expected.scores.chosen_W - cut.scores.chosen_W).abs().max() < 1e-4
+    assert (expected.scores.top_WK - cut.scores.top_WK).abs().max() < 1e-4
     for one, other in zip(cache, cut_cache, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
         assert (one - other).nan_to_num().abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 100])
+@torch.inference_mode()
+def test_logits_of_a_prompt_are_made_for_a_few_rows_at_a_time(decoder, monkeypatch, rows):
+    inputs, made = prompt_inputs(0), []
+    x_TH = torch.randn(PROMPT, decoder.spec.hidden, generator=torch.Generator().manual_seed(0))
+    expected_TV = decoder.logits(x_TH).log_softmax(-1)
+
+    def logits(rows_NH: torch.Tensor) -> torch.Tensor:
+        made.append(len(rows_NH))
+        return Decoder.logits(decoder, rows_NH)
+
+    monkeypatch.setattr(decoder, "logits", logits)
+    found = device_step.score(decoder, x_TH, inputs, most_bytes=rows * 4 * decoder.spec.vocab_size)
+    assert found is not None
+    assert max(made) == min(rows, PROMPT - 1)
+    assert sum(made) == PROMPT - 1
+    chosen_S = expected_TV[:-1].gather(1, torch.from_numpy(inputs.token_ids_T[1:].astype(np.int64))[:, None])
+    assert torch.allclose(found.chosen_W, chosen_S[:, 0], atol=1e-5)
+    assert torch.allclose(found.top_WK, expected_TV[:-1].topk(20).values, atol=1e-5)

@@ -13,6 +13,8 @@ from moe_runtime.engine.balancing.load import ExpertLoad
 from moe_runtime.engine.balancing.reload import Reloader
 from moe_runtime.engine.clock import StepClock
 from moe_runtime.engine.desk import RequestDesk
+from moe_runtime.engine.device_step import Samples
+from moe_runtime.engine.extras import keep_scores
 from moe_runtime.engine.handovers import Handovers
 from moe_runtime.engine.identity import Identity
 from moe_runtime.engine.messages import (
@@ -22,6 +24,8 @@ from moe_runtime.engine.messages import (
     Goodbye,
     Hello,
     Prefilled,
+    PromptDone,
+    PromptLogprobs,
     Ready,
     Refused,
     Release,
@@ -37,11 +41,12 @@ from moe_runtime.engine.messages import (
     Wake,
 )
 from moe_runtime.engine.promises import Promises, Room
+from moe_runtime.engine.sampler import TopLogprobs
 from moe_runtime.engine.tally import Tally
 from moe_runtime.errors import LeaseExpired, RequestRefused
 from moe_runtime.placement.placement import linear
 from moe_runtime.report.records import StepLog
-from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.scheduler.scheduler import Scheduled, Scheduler, SchedulerLimits
 from moe_runtime.spec.requests import Request, SamplingParams, Structure
 from moe_runtime.transfer.handoff import Handoff, KVSource
 from moe_runtime.transfer.leases import Leases
@@ -127,6 +132,16 @@ class OnlyThrees:
         return np.array([1 << 3], np.int32)
 
 
+def scores_of(scheduled: Scheduled) -> TopLogprobs | None:
+    """Of the row at position p: -p, and four best tokens of which the first is p."""
+    positions = scheduled.inputs.positions_T[scheduled.inputs.score_rows_S].astype(np.int64)
+    if not len(positions):
+        return None
+    position_S = torch.from_numpy(positions)
+    ids_SK = position_S[:, None] + torch.arange(4)
+    return TopLogprobs(-position_S.float(), ids_SK, -ids_SK.float())
+
+
 class Rank:
     """A desk with a scheduler, and steps whose samples are all 3."""
 
@@ -194,6 +209,7 @@ class Rank:
         if work.decode_tokens or work.prefill_tokens:
             scheduled = self.scheduler.build(64)
             tokens = np.full(len(scheduled.sampled), 3, np.int32)
+            keep_scores(scheduled, Samples(torch.from_numpy(tokens), scores=scores_of(scheduled)))
             self.desk.deliver(self.scheduler.commit(scheduled, tokens), {})
         self.scheduler.check_invariants(leased=self.desk.handovers.leases.num_blocks)
 
@@ -250,6 +266,55 @@ def test_a_unified_request_gives_all_its_tokens():
     assert [t.token for t in tokens] == [3] * 5
     assert [t.finish_reason for t in tokens] == [None] * 4 + ["length"]
     assert rank.at_baseline()
+
+
+def scored(i: int, max_tokens: int, length: int = 20) -> Request:
+    """A prompt of two chunks of which the two best tokens are wanted at each place."""
+    sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=2)
+    return Request(id=i, prompt=[9] * length, sampling=sampling)
+
+
+EXPECTED = PromptLogprobs(
+    2,
+    (-np.arange(19, dtype=np.float32)).tobytes(),
+    (np.arange(19, dtype=np.int32)[:, None] + np.arange(2, dtype=np.int32)).tobytes(),
+    (-np.arange(19, dtype=np.float32)[:, None] - np.arange(2, dtype=np.float32)).tobytes(),
+)
+
+
+@pytest.mark.parametrize("deployment", ["unified", "prefill"])
+def test_a_prompt_alone_ends_with_its_logprobs_and_no_token(deployment):
+    rank = Rank(deployment)
+    for number, length in ((1, 20), (2, 1)):
+        rank.give(Submit(request=scored(number, 0, length), handoff=deployment == "prefill"))
+        rank.step()
+        rank.step()
+        (message,) = rank.outbox.take(PromptDone)
+        assert (message.request, message.instance) == (number, f"{deployment}-0")
+        found = message.start.prompt_logprobs
+        assert found == (EXPECTED if length > 1 else PromptLogprobs(0, b"", b"", b""))
+    assert rank.outbox.take(StepTokens) + rank.outbox.take(Prefilled) == []
+    assert rank.desk.tally.output_tokens == 0
+    assert rank.at_baseline()
+
+
+def test_logprobs_of_a_prompt_come_once_with_its_first_token():
+    rank = Rank("unified")
+    rank.give(Submit(request=scored(1, 4), handoff=False))
+    for _ in range(7):
+        rank.step()
+    tokens = [t for m in rank.outbox.take(StepTokens) for t in m.tokens]
+    assert [t.start and t.start.prompt_logprobs for t in tokens] == [EXPECTED, None, None, None]
+
+
+def test_logprobs_of_a_prompt_come_with_its_handover():
+    rank = Rank("prefill")
+    rank.give(Submit(request=scored(1, 4), handoff=True))
+    rank.step()
+    assert rank.scheduler.by_request[1].scores, "the first chunk's are here"
+    rank.step()
+    (message,) = rank.outbox.take(Prefilled)
+    assert message.start.prompt_logprobs == EXPECTED
 
 
 def prefilled() -> Rank:

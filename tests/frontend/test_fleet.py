@@ -16,6 +16,8 @@ from moe_runtime.engine.messages import (
     Hello,
     Logprobs,
     Prefilled,
+    PromptDone,
+    PromptLogprobs,
     Ready,
     Refused,
     Reserve,
@@ -129,6 +131,41 @@ def test_tokens_come_one_by_one_and_each_is_news(tmp_path):
         assert len(news) == 2
 
     run(tmp_path, ("unified",), story, frontend=3)
+
+
+SCORES = PromptLogprobs(0, bytes(8), b"", b"")
+
+
+def test_a_prompt_that_wants_no_tokens_ends_where_it_ran(tmp_path):
+    async def story(fleet, prefill, decode):
+        live = fleet.submit([1, 2, 3], SamplingParams(max_tokens=0, prompt_logprobs=0))
+        assert (await prefill.hears(Submit)).handoff
+        start = Start(0, 0.5, SCORES)
+        await prefill.says(PromptDone(request=live.request.id, instance=prefill.name, start=start))
+        await live.done.wait()
+        assert (live.token_ids, live.finish_reason, live.queue_seconds) == ([], "length", 0.5)
+        assert live.prompt_logprobs == SCORES
+        await prefill.says(PromptDone(request=999, instance=prefill.name))
+        # It holds no place any more, and nobody is told to drop it.
+        await prefill.hears_nothing()
+        await decode.hears_nothing()
+
+    run(tmp_path, ("prefill", "decode"), story)
+
+
+def test_logprobs_of_a_prompt_come_with_its_handover(tmp_path):
+    async def story(fleet, prefill, decode):
+        live = fleet.submit([1, 2, 3], SamplingParams(max_tokens=2, prompt_logprobs=0))
+        await prefill.hears(Submit)
+        there = handoff(live.request.id, prefill)
+        await prefill.says(Prefilled(handoff=there, start=Start(0, 0.0, SCORES)))
+        await decode.hears(SubmitTransferred)
+        assert live.prompt_logprobs == SCORES
+        await decode.sends(Token(live.request.id, 8, FinishReason.LENGTH))
+        await live.done.wait()
+        assert (live.token_ids, live.prompt_logprobs) == ([7, 8], SCORES)
+
+    run(tmp_path, ("prefill", "decode"), story)
 
 
 def test_an_abort_ends_a_request_once(tmp_path):

@@ -45,6 +45,10 @@ class FakeDevice:
         return self.previous.astype(np.int32)
 
     def _sample(self, inputs: StepInputs, row: int) -> int:
+        return next_token(self.history(inputs, row))
+
+    def history(self, inputs: StepInputs, row: int) -> list[int]:
+        """What a row attends to, as its KV says."""
         if row < inputs.num_decode:
             blocks, length = inputs.decode_blocks_DB[row], int(inputs.decode_context_D[row])
         else:
@@ -54,7 +58,7 @@ class FakeDevice:
         assert length == inputs.positions_T[row] + 1
         history = self.read(blocks, length)
         assert POISON not in history, "read KV that was never written, or was freed"
-        return next_token(history)
+        return history
 
     def read(self, blocks: np.ndarray, length: int) -> list[int]:
         slots = (blocks[:, None].astype(np.int64) * self.block_tokens + np.arange(self.block_tokens)).reshape(

@@ -125,6 +125,7 @@ def state(scheduler: Scheduler) -> dict[str, object]:
         "arrays": [a[rows].tolist() for a in (t.stamp, t.num_tokens, t.num_computed, t.num_blocks, t.ready)],
         "blocks": [t.blocks[row, : t.num_blocks[row]].tolist() for row in rows],
         "known": {i: known(s) for i, s in scheduler.by_request.items()},
+        "scores": {i: s.next_score for i, s in scheduler.by_request.items()},
         "waiting": [(s.request.id, s.num_known, s.pending) for s in scheduler.waiting],
         "pool": (pool._blank, list(pool._idle), pool._key_of, pool._block_of, list(pool._holders)),
         "step": scheduler.step,
@@ -137,8 +138,11 @@ def draw_sequence(rng: np.random.Generator, index: int) -> Sequence:
     if rng.random() < 0.3:
         prompt += [int(t) for t in rng.integers(0, 3, rng.integers(1, 4))]
     kind = rng.choice(["here", "handoff", "transferred"])
+    scored = rng.random() < 0.3
     sampling = SamplingParams(
-        max_tokens=int(rng.integers(2 if kind == "transferred" else 1, 30)), ignore_eos=True
+        max_tokens=int(rng.integers(2 if kind == "transferred" else 0 if scored else 1, 30)),
+        ignore_eos=True,
+        prompt_logprobs=0 if scored else -1,
     )
     request = Request(id=index, prompt=prompt, sampling=sampling, priority=int(rng.integers(0, 2)))
     first = 0 if kind == "transferred" else None

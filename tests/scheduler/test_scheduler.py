@@ -198,7 +198,7 @@ def test_a_sequence_counts_its_recomputed_tokens_apart():
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "named"),
-    [(0, 4, "at least 1"), (4, 0, "at least 1"), (190, 11, "200 positions"), (150, 50, "80 tokens")],
+    [(0, 4, "at least 1"), (4, -1, "at least 1"), (190, 11, "200 positions"), (150, 50, "80 tokens")],
 )
 def test_requests_that_can_never_fit_are_refused(prompt, max_tokens, named):
     scheduler = Scheduler(limits(num_blocks=20))

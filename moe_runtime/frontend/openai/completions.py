@@ -4,7 +4,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 
-from moe_runtime.frontend.openai.schema import MAX_TOP_LOGPROBS, Body, SamplingFields, TokenId
+from moe_runtime.frontend.openai.schema import INT32, MAX_TOP_LOGPROBS, Body, SamplingFields, TokenId
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -14,10 +14,12 @@ Prompts = str | Annotated[list[str], MinLen(1)] | Ids | Annotated[list[Ids], Min
 
 class CompletionRequest(SamplingFields):
     """`prompt`: text, several texts, token ids, or several lists of them. No special tokens are added to
-    a text; those spelled out in it count. `logprobs`: how many alternatives to each token are listed.
+    a text; those spelled out in it count. `logprobs`: how many alternatives to each token are listed,
+    those of the prompt with `echo`. `max_tokens`: 0 with `echo` only.
     """
 
     prompt: Prompts
+    max_tokens: Annotated[int, Ge(0), Le(INT32)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Ge(0), Le(MAX_TOP_LOGPROBS)] | None = None
 

@@ -13,7 +13,7 @@ import msgspec
 from moe_runtime.frontend.openai.answers import Answer, AnswerForm, Delta
 from moe_runtime.frontend.openai.choices import Choice, News
 from moe_runtime.frontend.openai.errors import ApiError
-from moe_runtime.frontend.openai.logprobs import LogprobFormat
+from moe_runtime.frontend.openai.logprobs import LogprobFormat, TextOffsets, each_of
 from moe_runtime.frontend.text.tool_calls import CallDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -92,33 +92,46 @@ class _Base:
         return _encode({**self._head(self.kind), "choices": fields, "usage": usage(choices, self._copies)})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Echo:
+    """A prompt as it is repeated. `spelled`: special tokens are part of the text."""
+
+    text: str
+    spelled: bool = False
+
+
 class CompletionForm(_Base):
-    """`echo`: the text of each prompt, put before its outputs; empty if it is not wanted."""
+    """`echo`: each prompt, whose text is put before its outputs; empty if it is not wanted."""
 
     kind = chunk_kind = "text_completion"
 
     def __init__(
-        self, header: Header, logprobs: LogprobFormat | None, *, copies: int, echo: Sequence[str] = ()
+        self, header: Header, logprobs: LogprobFormat | None, *, copies: int, echo: Sequence[Echo] = ()
     ) -> None:
         super().__init__(header, logprobs, copies=copies)
         self._echo = echo
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffsets] = {}
+        self._echoed: set[int] = set()
 
     def opening(self, choices: Sequence[Choice]) -> bytes:
+        if self._logprobs is not None:
+            return b""  # a prompt comes with its logprobs, which come with the first token
         return b"".join(self._event(c.index, self._prompt(c), None, None) for c in choices if self._echo)
 
     def chunk(self, choice: Choice, news: News) -> bytes:
+        echo = self._scored_prompt(choice)
+        begin = b"" if echo is None else self._event(choice.index, self._prompt(choice), echo, None)
         logprobs = self._listed(choice, news)
         if not (news.text or logprobs or news.finish_reason):
-            return b""
-        return self._event(choice.index, news.text, logprobs, news.finish_reason)
+            return begin
+        return begin + self._event(choice.index, news.text, logprobs, news.finish_reason)
 
     def body(self, outputs: Sequence[tuple[Choice, News]]) -> bytes:
         fields = [
             {
                 "index": choice.index,
                 "text": self._prompt(choice) + news.text,
-                "logprobs": self._listed(choice, news),
+                "logprobs": _one_list(self._scored_prompt(choice), self._listed(choice, news)),
                 "finish_reason": news.finish_reason,
             }
             for choice, news in outputs
@@ -126,17 +139,25 @@ class CompletionForm(_Base):
         return self._whole([c for c, _ in outputs], fields)
 
     def _prompt(self, choice: Choice) -> str:
-        return self._echo[choice.index // self._copies] if self._echo else ""
+        return self._echo[choice.index // self._copies].text if self._echo else ""
+
+    def _scored_prompt(self, choice: Choice) -> dict[str, Any] | None:
+        """The logprobs of the choice's prompt, once."""
+        prompt = choice.live.prompt_logprobs
+        if self._logprobs is None or prompt is None or choice.index in self._echoed:
+            return None
+        self._echoed.add(choice.index)
+        offsets = self._logprobs.offsets(spelled=self._echo[choice.index // self._copies].spelled)
+        return self._logprobs.completion(choice.live.request.prompt, [None, *each_of(prompt)], offsets)
 
     def _listed(self, choice: Choice, news: News) -> dict[str, Any] | None:
         if self._logprobs is None or news.first == news.last:
             return None
         live, tokens = choice.live, slice(news.first, news.last)
-        offset = self._offsets.get(choice.index, len(self._prompt(choice)))
-        listed, self._offsets[choice.index] = self._logprobs.completion(
-            live.token_ids[tokens], live.logprobs[tokens], offset
-        )
-        return listed
+        offsets = self._offsets.get(choice.index)
+        if offsets is None:
+            offsets = self._offsets[choice.index] = self._logprobs.offsets(len(self._prompt(choice)))
+        return self._logprobs.completion(live.token_ids[tokens], live.logprobs[tokens], offsets)
 
     def _event(self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> bytes:
         return b'%b{"index":%d,"text":%b,"logprobs":%b,"finish_reason":%b}%b' % (
@@ -255,6 +276,12 @@ class ChatForm(_Base):
             b"null" if reason is None else _encode(reason),
             self._end,
         )
+
+
+def _one_list(prompt: dict[str, Any] | None, output: dict[str, Any] | None) -> dict[str, Any] | None:
+    if prompt is None or output is None:
+        return prompt or output
+    return {name: prompt[name] + output[name] for name in prompt}
 
 
 def _joined(first: Delta, second: Delta) -> Delta:

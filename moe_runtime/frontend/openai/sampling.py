@@ -33,12 +33,14 @@ class OutputWishes:
 
     max_tokens  None: as many as fit
     logprobs    alternatives to each token, -1 for no log probabilities
+    scored      logprobs of the prompt's tokens too
     """
 
     max_tokens: int | None
     max_tokens_field: str
     logprobs: int
     structure: Structure | None
+    scored: bool = False
 
 
 def check_ids(request: SamplingFields, limits: ModelLimits) -> None:
@@ -52,14 +54,14 @@ def check_ids(request: SamplingFields, limits: ModelLimits) -> None:
             invalid(f"logit_bias.{key}", f"the vocabulary ends at {end - 1}")
 
 
-def check_prompt_ids(ids: list[int], where: str, limits: ModelLimits) -> None:
-    """ApiError 400 for a prompt without tokens, with unknown ones, or with too many."""
+def check_prompt_ids(ids: list[int], where: str, limits: ModelLimits, *, least_output: int = 1) -> None:
+    """ApiError 400 for a prompt without tokens, with unknown ones, or with too many for the least output."""
     if not ids:
         invalid(where, "has no tokens", code="empty_prompt")
     largest = max(ids)
     if largest >= limits.vocab_size:
         invalid(where, f"has token {largest}, the vocabulary ends at {limits.vocab_size - 1}")
-    most = min(limits.longest_prompt, limits.longest - 1)
+    most = min(limits.longest_prompt, limits.longest - least_output)
     if len(ids) > most:
         invalid(where, f"has {len(ids)} tokens, at most {most} are possible", code="context_length_exceeded")
 
@@ -104,6 +106,7 @@ def sampling_params(
         stop_token_ids=request.stop_token_ids or [],
         logprobs=wishes.logprobs,
         structure=wishes.structure,
+        prompt_logprobs=wishes.logprobs if wishes.scored else -1,
     )
 
 

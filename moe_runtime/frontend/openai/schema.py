@@ -13,7 +13,7 @@ from moe_runtime.frontend.openai.errors import ApiError, from_validation
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 16
-_INT32 = 2**31 - 1
+INT32 = 2**31 - 1
 
 
 class Body(BaseModel):
@@ -22,7 +22,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-TokenId = Annotated[int, Ge(0), Le(_INT32)]
+TokenId = Annotated[int, Ge(0), Le(INT32)]
 Name = Annotated[str, MinLen(1), MaxLen(256)]
 StopString = Annotated[str, MinLen(1), MaxLen(256)]
 BiasKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,10}$")]
@@ -41,7 +41,7 @@ class SamplingFields(Body):
     model: Name
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Ge(1), Le(_INT32)] | None = None
+    max_tokens: Annotated[int, Ge(1), Le(INT32)] | None = None
     n: Annotated[int, Ge(1), Le(1024)] | None = None
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Gt(0), Le(1)] | None = None
@@ -51,10 +51,10 @@ class SamplingFields(Body):
     seed: Annotated[StrictInt, Ge(-(2**63)), Le(2**63 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], MaxLen(MAX_STOPS)] | None = None
     user: Annotated[str, MaxLen(256)] | None = None
-    top_k: Annotated[int, Ge(0), Le(_INT32)] | None = None
+    top_k: Annotated[int, Ge(0), Le(INT32)] | None = None
     min_p: Annotated[float, Ge(0), Le(1)] | None = None
     repetition_penalty: Annotated[float, Gt(0), Le(10)] | None = None
-    min_tokens: Annotated[int, Ge(0), Le(_INT32)] | None = None
+    min_tokens: Annotated[int, Ge(0), Le(INT32)] | None = None
     stop_token_ids: Annotated[list[TokenId], MaxLen(256)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Ge(-1000), Le(1000)] | None = None

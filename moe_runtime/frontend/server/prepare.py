@@ -14,7 +14,7 @@ from moe_runtime.frontend.openai.answers import AnswerForm
 from moe_runtime.frontend.openai.chat import ChatRequest, check_chat, structure_of, template_messages
 from moe_runtime.frontend.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest
 from moe_runtime.frontend.openai.errors import ApiError, invalid
-from moe_runtime.frontend.openai.forms import ChatForm, CompletionForm, Form, Header
+from moe_runtime.frontend.openai.forms import ChatForm, CompletionForm, Echo, Form, Header
 from moe_runtime.frontend.openai.logprobs import LogprobFormat
 from moe_runtime.frontend.openai.sampling import (
     ModelLimits,
@@ -57,23 +57,28 @@ class Prepared:
 def prepare_completion(model: ServedModel, request: CompletionRequest) -> Prepared:
     """Raises ApiError for whatever cannot be served."""
     _common_checks(model, request)
-    if request.echo and request.logprobs is not None:
-        invalid("echo", "cannot be combined with logprobs: a prompt has none")
+    if request.max_tokens == 0 and not request.echo:
+        invalid("max_tokens", "0 asks for nothing, unless the prompt is wanted with echo")
     prompts = request.prompts
     copies = _copies(model, request, len(prompts))
     several = len(prompts) > 1
     ids = []
     for i, prompt in enumerate(prompts):
         found = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        check_prompt_ids(found, f"prompt[{i}]" if several else "prompt", model.limits)
+        where = f"prompt[{i}]" if several else "prompt"
+        check_prompt_ids(found, where, model.limits, least_output=0 if request.max_tokens == 0 else 1)
         ids.append(found)
     wishes = OutputWishes(
         max_tokens=DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens,
         max_tokens_field="max_tokens",
         logprobs=-1 if request.logprobs is None else request.logprobs,
         structure=None,
+        scored=bool(request.echo) and request.logprobs is not None,
     )
-    echo = [p if isinstance(p, str) else model.tokenizer.decode(p) for p in prompts] if request.echo else []
+    echo = [
+        Echo(text=p, spelled=True) if isinstance(p, str) else Echo(text=model.tokenizer.decode(p))
+        for p in (prompts if request.echo else ())
+    ]
     form = CompletionForm(
         _header("cmpl", model, request),
         LogprobFormat(model.vocabulary) if request.logprobs is not None else None,

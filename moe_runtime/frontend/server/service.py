@@ -291,6 +291,8 @@ class Running:
                 service.admission.started(live.request.id, times[0])
                 metrics.observe_first_token(ttft=times[0] - self.arrived, queue=live.queue_seconds)
         if choice.ended:
+            if not live.request.sampling.max_tokens:  # there is no first token
+                service.admission.started(live.request.id, time.monotonic())
             service.backend.abort(live)  # after a stop string its rank still runs it
             self._settle(choice)
 
@@ -300,7 +302,8 @@ class Running:
             return
         self._settled.add(choice.index)
         live, service, now = choice.live, self._service, time.monotonic()
-        tokens = choice.num_tokens if choice.finish_reason is not None else None
+        whole = choice.finish_reason is not None and live.request.sampling.max_tokens > 0
+        tokens = choice.num_tokens if whole else None
         service.admission.finished(live.request.id, now, output_tokens=tokens)
         failure = choice.failure.code if choice.failure is not None else None
         service.metrics.observe_finished(

@@ -75,7 +75,6 @@ HOSTILE: dict[str, tuple[str, bytes]] = {
     "n 1000": _completion(n=1000),
     "best_of": _completion(best_of=2),
     "suffix": _completion(suffix="x"),
-    "logprobs of the prompt": _completion(logprobs=1, echo=True),
     "logprobs 100": _completion(logprobs=100),
     "stop of nothing": _completion(stop=""),
     "too many stops": _completion(stop=["a"] * 17),

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from moe_runtime.checkpoint.tokenizer import Tokenizer
-from moe_runtime.engine.messages import Logprobs, RankTotals, Status
+from moe_runtime.engine.messages import Logprobs, PromptLogprobs, RankTotals, Status
 from moe_runtime.frontend.admission import Admission, AdmissionLimits
 from moe_runtime.frontend.board import Board
 from moe_runtime.frontend.live import Live
@@ -84,6 +86,11 @@ class StubBackend:
     async def _speak(self, live: Live, output: str) -> None:
         sampling = live.request.sampling
         ids = [*self.tokenizer.encode(output), END]
+        if not sampling.max_tokens:
+            await self.hold.wait()
+            live.prompt_logprobs = prompt_logprobs(live.request)
+            self.abort(live, FinishReason.LENGTH)
+            return
         for number, token in enumerate(ids, start=1):
             await self.hold.wait()
             await asyncio.sleep(0)
@@ -95,6 +102,7 @@ class StubBackend:
                 live.refused = True
                 self.abort(live, FinishReason.ERROR, self.refuse)
                 return
+            live.prompt_logprobs = prompt_logprobs(live.request)
             live.token_ids.append(token)
             live.token_times.append(time.monotonic())
             if sampling.logprobs >= 0:
@@ -108,6 +116,17 @@ class StubBackend:
                 del self.running[live.request.id]
                 live.finish_reason = reason
             live.notify()
+
+
+def prompt_logprobs(request: Request) -> PromptLogprobs | None:
+    """Of the token at position p: -p. It is the best one; those after it in the vocabulary follow."""
+    count, tokens = request.sampling.prompt_logprobs, np.array(request.prompt[1:], np.int32)
+    if count < 0:
+        return None
+    chosen = -np.arange(1, len(request.prompt), dtype=np.float32)
+    ids = tokens[:, None] + np.arange(count, dtype=np.int32)
+    top = chosen[:, None] - np.arange(count, dtype=np.float32)
+    return PromptLogprobs(count, chosen.tobytes(), ids.tobytes(), top.tobytes())
 
 
 @dataclass

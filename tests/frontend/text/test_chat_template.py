@@ -62,6 +62,12 @@ def test_what_the_template_refuses_is_the_clients_error(template):
         template.render([{"role": "bad", "content": "hi"}])
 
 
+@pytest.mark.parametrize("options", [{"return_tensors": "pt"}, {"truncation": True, "max_length": 2}])
+def test_options_do_not_steer_the_library(template, options):
+    with pytest.raises(InputError, match=f"{min(options)} is no variable of a chat template"):
+        template.render([{"role": "user", "content": "hi"}], options=options)
+
+
 def test_where_templates_are_found(tmp_path):
     assert find_template(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
@@ -74,6 +80,10 @@ def test_where_templates_are_found(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("file")
     assert find_template(tmp_path) == "file"
     (tmp_path / "chat_template.jinja").unlink()
-    config.write_text("[")
-    with pytest.raises(CheckpointError, match="tokenizer_config"):
+    for damaged in ("[", "[" * 10_000, '{"chat_template": [1]}'):
+        config.write_text(damaged)
+        with pytest.raises(CheckpointError, match="tokenizer_config"):
+            find_template(tmp_path)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
         find_template(tmp_path)

@@ -102,7 +102,10 @@ def test_other_decoders_are_refused(tmp_path):
         read_vocabulary(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", '{"model": 3}', None])
+@pytest.mark.parametrize(
+    "content",
+    ["{", '{"model": 3}', '{"model": ' + "[" * 10_000, '{"model": {"vocab": {"a": 4294967295}}}', None],
+)
 def test_a_damaged_file_is_named(tmp_path, content):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
