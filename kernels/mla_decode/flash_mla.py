@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from moe_runtime.kernels.errors import KernelError
+from moe_runtime.kernels.mla_decode.per_head.triton import multiply_per_head
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
-from moe_runtime.kernels.mla_decode.triton import multiply_per_head
 
 BLOCK_TOKENS = 64
 RANK = 512

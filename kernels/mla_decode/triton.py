@@ -1,9 +1,8 @@
 """mla_decode in Triton: absorb, attend to the latents in splits, join, expand.
 
-The first and the last are one product per head whose tile is the same for any number of rows; the middle
-takes tiles of heads, which share every latent they read. What a row's result is thus depends neither on
-the batch nor on the row's place in it. Softmax and sums are fp32. D rows, A heads, R latent rank, S tokens
-per block; otherwise as the reference.
+The first and the last are products per head (`per_head`); the middle takes tiles of heads, which share every
+latent they read. A row's result depends neither on the batch nor on the row's place in it. Softmax and sums
+are fp32. D rows, A heads, R latent rank, S tokens per block; otherwise as the reference.
 """
 
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from moe_runtime.kernels.aot.case import GFX_942, SM_100, AotCase, Target
 from moe_runtime.kernels.chip import chip_of
 from moe_runtime.kernels.errors import KernelError
 from moe_runtime.kernels.mla_decode.packed.triton import attend_packed
+from moe_runtime.kernels.mla_decode.per_head.triton import multiply_per_head, per_head_case
 from moe_runtime.kernels.mla_decode.reference import split_kv_b
 from moe_runtime.kernels.paged import latent
 from moe_runtime.kernels.paged.triton import (
@@ -141,43 +141,6 @@ def _attend(
         tl.store(logs_ptr + row * A * splits + part, largest + tl.log2(total), mask=h < A)
 
 
-@triton.jit(do_not_specialize=("rows",))
-def _per_head(
-    x_ptr,
-    w_ptr,
-    out_ptr,
-    rows,
-    x_row_stride,
-    x_head_stride,
-    w_head_stride,
-    w_stride,  # of the axis of w that is not contiguous
-    out_row_stride,
-    out_head_stride,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    K_CONTIGUOUS: tl.constexpr,  # w is [A, N, K], else [A, K, N]
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """out[m, a] = x[m, a] @ w[a], fp32 sums in the order of K whatever the number of rows."""
-    head = tl.program_id(2)
-    m = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    x_at = x_ptr + head * x_head_stride + m[:, None] * x_row_stride + k[None, :]
-    w_at = w_ptr + head.to(tl.int64) * w_head_stride
-    w_at += n[None, :] * w_stride + k[:, None] if K_CONTIGUOUS else k[:, None] * w_stride + n[None, :]
-    sums = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, K, BK):
-        x = tl.load(x_at + first, mask=(m < rows)[:, None] & (k < K - first)[None, :], other=0.0)
-        step = first if K_CONTIGUOUS else first * w_stride
-        w = tl.load(w_at + step, mask=(n < N)[None, :] & (k < K - first)[:, None], other=0.0)
-        sums = tl.dot(x, w, sums, input_precision="ieee")
-    out_at = out_ptr + head * out_head_stride + m[:, None] * out_row_stride + n[None, :]
-    tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=(m < rows)[:, None] & (n < N)[None, :])
-
-
 def mla_decode(
     q_DAQ: Tensor, cache_BSE: Tensor, plan: DecodePlan, kv_b_proj: Tensor, scale: float, *, out_DX: Tensor
 ) -> None:
@@ -243,42 +206,6 @@ def _constants(S: int, rank: int, rope: int, packed: bool, how: Tile) -> dict[st
     return sizes | groups
 
 
-def multiply_per_head(x_DAK: Tensor, w_AKN: Tensor, out_DAN: Tensor) -> None:
-    """out[d, a] = x[d, a] @ w[a]; any strides, but the last of x and out is 1, and one of w's last two."""
-    (D, A, K), N = x_DAK.shape, w_AKN.shape[2]
-    k_contiguous = w_AKN.stride(1) == 1
-    how = _per_head_tile(K, x_DAK.itemsize)
-    _per_head[(triton.cdiv(D, how["BM"]), triton.cdiv(N, how["BN"]), A)](
-        x_DAK,
-        w_AKN,
-        out_DAN,
-        D,
-        x_DAK.stride(0),
-        x_DAK.stride(1),
-        w_AKN.stride(0),
-        w_AKN.stride(2 if k_contiguous else 1),
-        out_DAN.stride(0),
-        out_DAN.stride(1),
-        K=K,
-        N=N,
-        K_CONTIGUOUS=k_contiguous,
-        **how,
-        num_warps=4,
-        num_stages=3,
-        enable_fp_fusion=True,
-    )
-
-
-def _per_head_tile(k: int, itemsize: int) -> dict[str, int]:
-    """64 rows even for one: the fewest that wgmma takes, and the weights take longer to read than to use.
-
-    A short product is one turn: with two, the compiler takes the matrix instructions out of the loop.
-    """
-    if itemsize > 2:
-        return {"BM": 16, "BN": 64, "BK": 32}
-    return {"BM": 64, "BN": 128, "BK": max(16, triton.next_power_of_2(k)) if k <= 128 else 64}
-
-
 def aot_cases(target: Target) -> Iterator[AotCase]:
     """Attention over both kinds of cache in blocks of 16 and 64, and the two products around it."""
     seen = set()
@@ -292,11 +219,8 @@ def aot_cases(target: Target) -> Iterator[AotCase]:
                 seen.add(key)
                 yield _attend_case(model, target, how, constants)
     model = shapes.DEEPSEEK_V3
-    for k, n, k_contiguous in (
-        (model.nope_dim, model.latent_rank, False),
-        (model.latent_rank, model.value_dim, True),
-    ):
-        yield _per_head_case(k, n, k_contiguous)
+    yield per_head_case(model.nope_dim, model.latent_rank, k_contiguous=False)
+    yield per_head_case(model.latent_rank, model.value_dim, k_contiguous=True)
 
 
 def _attend_case(model: shapes.ModelShape, target: Target, how: Tile, constants: dict[str, int]) -> AotCase:
@@ -325,28 +249,4 @@ def _attend_case(model: shapes.ModelShape, target: Target, how: Tile, constants:
         matrix="bf16" if how.heads >= 64 or target is GFX_942 else "small",
         streams=not (packed and target is GFX_942),  # 4 bytes per lane there, 128 in a row
         representative=packed == (target is SM_100) and constants["S"] == 64,
-    )
-
-
-def _per_head_case(k: int, n: int, k_contiguous: bool) -> AotCase:
-    strides = (
-        "x_row_stride",
-        "x_head_stride",
-        "w_head_stride",
-        "w_stride",
-        "out_row_stride",
-        "out_head_stride",
-    )
-    pointers = ("x_ptr", "w_ptr", "out_ptr")
-    return AotCase(
-        operation="mla_decode",
-        label=f"per head {k} to {n}",
-        kernel=_per_head,
-        signature={**dict.fromkeys(pointers, "*bf16"), "rows": "i32", **dict.fromkeys(strides, "i32")},
-        constants={"K": k, "N": n, "K_CONTIGUOUS": k_contiguous, **_per_head_tile(k, 2)},
-        aligned=frozenset({*pointers, *strides}),
-        num_warps=4,
-        num_stages=3,
-        matrix="bf16",
-        streams=True,
     )
