@@ -9,12 +9,13 @@ import time
 import numpy as np
 import pytest
 
-from moe_runtime.errors import PeerLost, StepTimeout
+from moe_runtime.errors import StepTimeout
 from moe_runtime.expert_parallel.mailbox import Mailbox
 from moe_runtime.expert_parallel.where import Place
 from tests.expert_parallel.cases import Case, inputs, run_experts
 from tests.expert_parallel.exercise import make_shm
-from tests.expert_parallel.world import Failure, Rank, World, run_world
+from tests.expert_parallel.fallen import failures_without_rank_2, seconds_waited, timed
+from tests.expert_parallel.world import Rank, World, run_world
 from tests.wall import at_most
 
 AREA = 4096
@@ -151,7 +152,7 @@ def test_the_transfer_is_complete_when_the_last_rank_has_posted():
     assert a.complete_at - a.posted_at >= 0.05
 
 
-def fall_in_combine(rank: Rank, number: int, timeout: float) -> float:
+def fall_in_combine(rank: Rank, number: int, timeout: float) -> None:
     """Rank 2 sends itself a signal between dispatch and combine; the others say how long they waited."""
     case = Case(tokens=(5,) * rank.num_ranks)
     buffer = make_shm(case, rank, "fall", timeout=timeout)
@@ -162,40 +163,24 @@ def fall_in_combine(rank: Rank, number: int, timeout: float) -> float:
     rows = buffer.dispatch(sent.x_TH, sent.slot_ids_TK, sent.weights_TK).wait()
     if rank.rank == 2:
         os.kill(os.getpid(), number)
-    began = time.monotonic()
-    try:
+    with timed():
         buffer.combine(run_experts(case, rows, rank.rank), rows).wait()
-    except (StepTimeout, PeerLost) as error:
-        error.args = (f"{error} [{time.monotonic() - began:.3f}]",)
-        raise
-    return 0.0
-
-
-def failures(tmp_path, number: int, timeout: float) -> list[Failure]:
-    with World(tmp_path, 4, fall_in_combine, number, timeout) as world:
-        results = world.results([0, 1, 3], deadline=timeout + 20)
-    assert all(isinstance(r, Failure) for r in results)
-    return results
-
-
-def waited(failure: Failure) -> float:
-    return float(failure.message.rsplit("[", 1)[1].rstrip("]"))
 
 
 @pytest.mark.multiproc
 def test_a_stopped_rank_is_named_by_all_others_within_the_deadline(tmp_path):
-    for failure in failures(tmp_path, signal.SIGSTOP, 1.5):
+    for failure in failures_without_rank_2(tmp_path, fall_in_combine, signal.SIGSTOP, 1.5):
         assert failure.kind == "StepTimeout"
         assert "waiting for rank 2, layer 2, combine, step 1" in failure.message
-        assert 1.4 < waited(failure) < at_most(5)
+        assert 1.4 < seconds_waited(failure) < at_most(5)
 
 
 @pytest.mark.multiproc
 def test_a_killed_rank_is_noticed_long_before_the_deadline(tmp_path):
-    for failure in failures(tmp_path, signal.SIGKILL, 60.0):
+    for failure in failures_without_rank_2(tmp_path, fall_in_combine, signal.SIGKILL, 60.0):
         assert failure.kind == "PeerLost"
         assert "waiting for rank 2, layer 2, combine, step 1: no longer running" in failure.message
-        assert waited(failure) < at_most(1)
+        assert seconds_waited(failure) < at_most(1)
 
 
 def test_posting_before_dying_counts(tmp_path):

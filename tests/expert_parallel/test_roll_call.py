@@ -13,7 +13,8 @@ from moe_runtime.expert_parallel.roll_call import RollCall
 from moe_runtime.expert_parallel.where import Place
 from tests.expert_parallel.cases import Case, inputs, run_experts
 from tests.expert_parallel.exercise import make_torch
-from tests.expert_parallel.world import Failure, Rank, World
+from tests.expert_parallel.fallen import failures_without_rank_2, seconds_waited, timed
+from tests.expert_parallel.world import Rank
 from tests.wall import at_most
 
 
@@ -102,36 +103,21 @@ def fall_in_combine(rank: Rank, number: int, timeout: float) -> None:
             os.kill(os.getpid(), number)
         if rank.rank == 1:
             time.sleep(0.2)  # the first to fail leaves, and must not be taken for the reason
-        began = time.monotonic()
-        try:
+        with timed():
             buffer.combine(run_experts(case, rows, rank.rank), rows).wait()
-        except (StepTimeout, PeerLost) as error:
-            error.args = (f"{error} [{time.monotonic() - began:.3f}]",)
-            raise
-
-
-def failures(tmp_path, number: int, timeout: float) -> list[Failure]:
-    with World(tmp_path, 4, fall_in_combine, number, timeout) as world:
-        results = world.results([0, 1, 3], deadline=timeout + 20)
-    assert all(isinstance(r, Failure) for r in results)
-    return results
-
-
-def waited(failure: Failure) -> float:
-    return float(failure.message.rsplit("[", 1)[1].rstrip("]"))
 
 
 @pytest.mark.multiproc
 def test_a_stopped_rank_is_named_by_all_others_within_the_deadline(tmp_path):
-    for failure in failures(tmp_path, signal.SIGSTOP, 2.0):
+    for failure in failures_without_rank_2(tmp_path, fall_in_combine, signal.SIGSTOP, 2.0):
         assert failure.kind == "StepTimeout", failure.trace
         assert "waiting for rank 2, layer 2, combine, step 1" in failure.message
-        assert 1.5 < waited(failure) < at_most(3)
+        assert 1.5 < seconds_waited(failure) < at_most(3)
 
 
 @pytest.mark.multiproc
 def test_a_killed_rank_is_noticed_long_before_the_deadline(tmp_path):
-    for failure in failures(tmp_path, signal.SIGKILL, 30.0):
+    for failure in failures_without_rank_2(tmp_path, fall_in_combine, signal.SIGKILL, 30.0):
         assert failure.kind == "PeerLost", failure.trace
         assert "waiting for rank 2, layer 2, combine, step 1: no longer running" in failure.message
-        assert waited(failure) < at_most(2)
+        assert seconds_waited(failure) < at_most(2)
