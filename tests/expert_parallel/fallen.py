@@ -29,7 +29,7 @@ def seconds_waited(failure: Failure) -> float:
 def failures_without_rank_2(
     folder: Path, work: Callable[..., Any], number: int, timeout: float
 ) -> list[Failure]:
-    """What the others of four ranks raise in `work(rank, number, timeout)`, in which rank 2 sends itself that signal."""
+    """What the others of four ranks raise in `work(rank, number, timeout)`, where rank 2 gets the signal."""
     with World(folder, 4, work, number, timeout) as world:
         results = world.results([0, 1, 3], deadline=timeout + 20)
     assert all(isinstance(r, Failure) for r in results)

@@ -1,5 +1,8 @@
-"""ModelSpecs that tests of plans and byte formulas share: two small ones and two published ones."""
+"""ModelSpecs that tests of plans and byte formulas share: two small ones and a published one."""
 
+from dataclasses import replace
+
+from moe_runtime.spec import catalog
 from moe_runtime.spec.model import GqaSpec, MlaSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec
 
 SMALL_DEEPSEEK = ModelSpec(
@@ -61,55 +64,10 @@ SMALL_QWEN = ModelSpec(
     eos_token_ids=(1,),
 )
 
-DEEPSEEK_V3 = ModelSpec(
-    family="deepseek_v3",
-    vocab_size=129280,
-    hidden=7168,
-    num_layers=61,
-    max_positions=163840,
-    norm_eps=1e-6,
-    attention=MlaSpec(
-        num_heads=128,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-    ),
+DEEPSEEK_V3 = replace(
+    catalog.DEEPSEEK_V3,
     rope=RopeSpec(dim=64, theta=1e4, interleaved=True, factor=40.0, original_max_positions=4096),
-    moe=MoeSpec(
-        num_experts=256,
-        intermediate=2048,
-        shared_intermediate=2048,
-        router=RouterSpec(
-            top_k=8, scoring="sigmoid", correction_bias=True, num_groups=8, kept_groups=4, scale=2.5
-        ),
-    ),
-    moe_layers=tuple(range(3, 61)),
-    dense_intermediate=18432,
-    tie_embeddings=False,
-    dtype="bfloat16",
-    eos_token_ids=(1,),
+    mtp_layers=0,
+    quantization=None,
 )
-
-QWEN3_30B = ModelSpec(
-    family="qwen3_moe",
-    vocab_size=151936,
-    hidden=2048,
-    num_layers=48,
-    max_positions=40960,
-    norm_eps=1e-6,
-    attention=GqaSpec(num_heads=32, num_kv_heads=4, head_dim=128, qk_norm=True),
-    rope=RopeSpec(dim=128, theta=1e6, interleaved=False),
-    moe=MoeSpec(
-        num_experts=128,
-        intermediate=768,
-        shared_intermediate=0,
-        router=RouterSpec(top_k=8, scoring="softmax", correction_bias=False),
-    ),
-    moe_layers=tuple(range(48)),
-    dense_intermediate=6144,
-    tie_embeddings=False,
-    dtype="bfloat16",
-    eos_token_ids=(151645,),
-)
+"""In bf16 and without its draft layer: round numbers of bytes."""

@@ -26,8 +26,9 @@ from moe_runtime.spec.bytes import (
     wire_row_bytes,
     workspace_bytes,
 )
+from moe_runtime.spec.catalog import QWEN3_30B
 from moe_runtime.spec.model import DTYPE_BYTES, GqaSpec, MlaSpec, ModelSpec, serve_shared_in_slots
-from tests.spec.model_specs import DEEPSEEK_V3, QWEN3_30B, SMALL_DEEPSEEK, SMALL_QWEN
+from tests.spec.model_specs import DEEPSEEK_V3, SMALL_DEEPSEEK, SMALL_QWEN
 
 
 def without_q_lora(model: ModelSpec) -> ModelSpec:
