@@ -15,6 +15,7 @@ crowding  an expert of load w = (d - 1) T + r, 0 < r <= T, has d = ceil(w / T) p
 The first two are closed; for the third T is found by bisection, and the bound is the last refuted T.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,7 @@ def lower_bound(
 
     least_share_L  the smallest possible largest share of a replica (see `replica_counts`)
     peak_L         the load of a known plan
-    tolerance      layers whose peak is this near the closed bounds, relative, are not searched for a better one
+    tolerance      relative: where the peak is this near the closed bounds, no better one is searched for
     """
     mean_L = units_LE.sum(axis=1) / ranks
     units_L = np.maximum(mean_L, least_share_L)
@@ -58,43 +59,64 @@ def lower_bound(
     open_L = np.flatnonzero(peak_L > units_L * (1 + max(tolerance, LEAST_GAIN)))
     if len(open_L) and slots_per_rank > 1:
         crowd = _Crowd(units_LE, ranks, slots_per_rank, slots)
-        low_L, high_L = np.ceil(units_L * (1 + LEAST_GAIN)), peak_L.copy()
-        open_L = open_L[crowd.refutes(low_L[open_L], open_L)]
-        for _ in range(steps if len(open_L) else 0):
-            middle = np.ceil((low_L[open_L] + high_L[open_L]) / 2)
-            refuted = crowd.refutes(middle, open_L)
-            low_L[open_L[refuted]] = middle[refuted]
-            high_L[open_L[~refuted]] = middle[~refuted]
-        units_L[open_L], reason_L[open_L] = low_L[open_L], 2
+        for refutes in (crowd.refutes_by_rest, crowd.refutes_by_load):
+            _raise(units_L, reason_L, peak_L, open_L, steps, refutes)
     return Bound(units_L=units_L, reason_L=reason_L)
 
 
+def _raise(
+    low_L: NDArray[np.float64],
+    reason_L: NDArray[np.int64],
+    peak_L: NDArray[np.float64],
+    layers: NDArray[np.intp],
+    steps: int,
+    refutes: Callable[[NDArray[np.float64], NDArray[np.intp]], NDArray[np.bool_]],
+) -> None:
+    """Raise the bounds, in place, of the layers where the argument refutes more than they do."""
+    least = np.ceil(low_L[layers] * (1 + LEAST_GAIN))
+    more = refutes(least, layers)
+    layers, low, high = layers[more], least[more], peak_L[layers[more]]
+    for _ in range(steps if len(layers) else 0):
+        middle = np.ceil((low + high) / 2)
+        refuted = refutes(middle, layers)
+        low, high = np.where(refuted, middle, low), np.where(refuted, high, middle)
+    low_L[layers], reason_L[layers] = low, 2
+
+
 class _Crowd:
-    """The crowding argument for given T, all layers and all j at once. T is a whole number."""
+    """The crowding argument for given T, of many layers and all j at once. T is a whole number."""
 
     def __init__(self, units_LE: NDArray[np.float64], ranks: int, slots_per_rank: int, slots: int) -> None:
         self.R, self.N, self.S = ranks, slots_per_rank, slots
         self.units_LE = units_LE
         self.by_load_LE = order_of(units_LE)
 
-    def refutes(self, T_L: NDArray[np.float64], layers: NDArray[np.intp]) -> NDArray[np.bool_]:
+    def refutes_by_rest(self, T_L: NDArray[np.float64], layers: NDArray[np.intp]) -> NDArray[np.bool_]:
         """bool, an entry per given layer: proven that no plan of it has a peak of T or less."""
+        parts_LE, rest_LE = self._parts(T_L, layers)
+        refuted: NDArray[np.bool_] = ~self._fits(T_L, parts_LE, rest_LE, order_of(rest_LE)).all(axis=1)
+        return refuted
+
+    def refutes_by_load(self, T_L: NDArray[np.float64], layers: NDArray[np.intp]) -> NDArray[np.bool_]:
+        """The same with H the hottest experts."""
+        parts_LE, rest_LE = self._parts(T_L, layers)
+        fits_LE = self._fits(T_L, parts_LE, rest_LE, self.by_load_LE[layers])
+        # The others' smallest parts are sorted by load only as long as each has one part.
+        fits_LE |= np.arange(rest_LE.shape[1]) > (parts_LE == 1).sum(axis=1)[:, None]
+        refuted: NDArray[np.bool_] = ~fits_LE.all(axis=1)
+        return refuted
+
+    def _parts(
+        self, T_L: NDArray[np.float64], layers: NDArray[np.intp]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """How many parts each expert has, and what the last of them carries."""
         units_LE, T_L1 = self.units_LE[layers], T_L[:, None]
         parts_LE = np.maximum(np.ceil(units_LE / T_L1 - SLACK), 1.0)
-        rest_LE = units_LE - (parts_LE - 1) * T_L1
-        refuted: NDArray[np.bool_] = ~self._fits(T_L1, parts_LE, rest_LE, order_of(rest_LE)).all(axis=1)
-        left = np.flatnonzero(~refuted)
-        if len(left):
-            parts_LE, rest_LE = parts_LE[left], rest_LE[left]
-            fits_LE = self._fits(T_L1[left], parts_LE, rest_LE, self.by_load_LE[layers[left]])
-            # By load, the others' smallest parts are sorted only as long as each has one part.
-            fits_LE |= np.arange(units_LE.shape[1]) > (parts_LE == 1).sum(axis=1)[:, None]
-            refuted[left] = ~fits_LE.all(axis=1)
-        return refuted
+        return parts_LE, units_LE - (parts_LE - 1) * T_L1
 
     def _fits(
         self,
-        T_L1: NDArray[np.float64],
+        T_L: NDArray[np.float64],
         parts_LE: NDArray[np.float64],
         rest_LE: NDArray[np.float64],
         order_LE: NDArray[np.int64],
@@ -102,9 +124,10 @@ class _Crowd:
         """bool [L, E]: whether some n fits when H are all but the first i experts of the order."""
         R, N, S = self.R, self.N, self.S
         L, E = rest_LE.shape
+        i_E1, T_L1 = np.arange(E + 1), T_L[:, None]
         light_LE1 = _running(pick(rest_LE, order_LE))
         parts_LE1 = _running(pick(parts_LE, order_LE))
-        load_LE1 = light_LE1 + (parts_LE1 - np.arange(E + 1)) * T_L1
+        load_LE1 = light_LE1 + (parts_LE1 - i_E1) * T_L1.astype(np.int64)
         heavy_LE1 = load_LE1[:, -1:] - load_LE1
         most_LE1 = np.minimum(S - parts_LE1, R)  # ranks that can hold one of H
         # n T - heavy - light[q(n)] is concave in n: it is largest at `most`, or where N more of the
@@ -112,21 +135,20 @@ class _Crowd:
         outweighs = np.ones((L, E + 1), bool)
         if E >= N:
             outweighs[:, : E - N + 1] = light_LE1[:, N:] - light_LE1[:, : E - N + 1] > T_L1
-        turn_L1 = outweighs.argmax(axis=1)[:, None]
-        best_LE1 = np.maximum(R - (parts_LE1 - turn_L1) / N, 0)
-        n = np.minimum(most_LE1, np.floor(best_LE1))
-        q = np.minimum(np.maximum(parts_LE1 - (R - n) * N, 0), np.arange(E + 1)).astype(np.int64)
+        over_LE1 = outweighs.argmax(axis=1)[:, None] - parts_LE1
+        n = np.minimum(np.maximum(R + over_LE1 // N, 0), most_LE1)
+        q = np.minimum(np.maximum(parts_LE1 - (R - n) * N, 0), i_E1)
         room_L1 = T_L1 * (1 + SLACK)
-        fits_LE1 = n * room_L1 >= heavy_LE1 + pick(light_LE1, q)
+        fits_LE1: NDArray[np.bool_] = n * room_L1 >= heavy_LE1 + pick(light_LE1, q)
         layer, i = np.nonzero(~fits_LE1)  # few: the next larger n for those
-        n = np.minimum(most_LE1[layer, i], np.ceil(best_LE1[layer, i]))
-        q = np.clip(parts_LE1[layer, i] - (R - n) * N, 0, i).astype(np.int64)
+        n = np.minimum(np.maximum(R - -over_LE1[layer, i] // N, 0), most_LE1[layer, i])
+        q = np.clip(parts_LE1[layer, i] - (R - n) * N, 0, i)
         fits_LE1[layer, i] = n * room_L1[layer, 0] >= heavy_LE1[layer, i] + light_LE1[layer, q]
         return fits_LE1[:, :E]
 
 
-def _running(values_LE: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[L, E + 1]: the sum of the first i values."""
-    out = np.zeros((len(values_LE), values_LE.shape[1] + 1))
-    np.cumsum(values_LE, axis=1, out=out[:, 1:])
+def _running(whole_LE: NDArray[np.float64]) -> NDArray[np.int64]:
+    """[L, E + 1]: the sum of the first i values. Integers are added up several times as fast."""
+    out = np.zeros((len(whole_LE), whole_LE.shape[1] + 1), np.int64)
+    np.cumsum(whole_LE.astype(np.int64), axis=1, out=out[:, 1:])
     return out

@@ -8,7 +8,7 @@ class Effort:
     """Budgets of each layer, and the gap at which a layer is done.
 
     tolerance     relative gap to the larger of the mean load and the least largest share
-    pair_rounds   rounds of swaps between heavy and light ranks
+    swap_rounds   rounds of swaps off half the ranks, as many off a quarter, and so on
     peak_rounds   swaps off the heaviest rank
     recounts      replicas passed on in the search for better counts of them (two slots a rank)
     givers        experts each of them may be taken from
@@ -20,7 +20,7 @@ class Effort:
     """
 
     tolerance: float
-    pair_rounds: int
+    swap_rounds: int
     peak_rounds: int
     recounts: int
     givers: int
@@ -34,9 +34,9 @@ class Effort:
 EFFORTS = {
     "default": Effort(
         tolerance=0.005,
-        pair_rounds=6,
+        swap_rounds=2,
         peak_rounds=48,
-        recounts=3,
+        recounts=2,
         givers=4,
         patience=0,
         sweeps=3,
@@ -46,7 +46,7 @@ EFFORTS = {
     ),
     "best": Effort(
         tolerance=0.0005,
-        pair_rounds=16,
+        swap_rounds=6,
         peak_rounds=160,
         recounts=40,
         givers=16,

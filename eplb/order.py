@@ -39,4 +39,5 @@ def slots_by_expert(expert_LS: NDArray[np.integer], num_experts: int) -> NDArray
 def pick(values_LX: NDArray[Number], index_LY: NDArray[np.int64]) -> NDArray[Number]:
     """values_LX[layer, index]: `take_along_axis` for two axes, in half the time."""
     offset_L1 = (np.arange(len(values_LX)) * values_LX.shape[1])[:, None]
-    return values_LX.reshape(-1).take(index_LY + offset_L1)
+    picked: NDArray[Number] = values_LX.reshape(-1).take(index_LY + offset_L1)
+    return picked

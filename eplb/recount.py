@@ -14,6 +14,7 @@ from moe_runtime.eplb.pack import heaviest_first
 
 FINE = float(1 << 20)  # shares are compared in 2^-20 of the goal: squares of their sums add up exactly
 MOST = float(1 << 29)  # and held in 32 bits, as is the sum of two
+BLOCK = 1 << 15  # shares sorted together: their arrays stay in the cache
 NEVER = float(1 << 52)  # above every share
 
 
@@ -27,11 +28,12 @@ def better_counts(
     givers: int,
     patience: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Counts [L, E] whose best pairing on R ranks has a peak no higher, and lower where the search finds how; that peak [L].
+    """Counts [L, E] whose best pairing on R ranks has a peak no higher, and lower where the search finds how.
 
-    Each round gives a replica to an expert of the heaviest pair and takes one from the expert where that
-    hurts least, of the `givers` whose shares would be smallest without it. A layer stops at its goal, or when
-    no such exchange lowers the sum over ranks of squared excess above the goal.
+    With them that peak, [L]. Each round gives a replica to an expert of the heaviest pair and takes one from
+    the expert where that hurts least, of the `givers` whose shares would be smallest without it. A layer ends
+    at its goal, or when no exchange lowers the sum over ranks of squared excess above the goal, not even for
+    the next `patience` pairs.
     """
     R = ranks
     best_LE, count_LE = count_LE.copy(), count_LE.copy()
@@ -86,25 +88,39 @@ def _best_exchanges(
     if not len(row):
         return row, row, row
     taker, giver = taker_LP[row, p], giver_LG[row, g]
-    # The shares after each exchange: the giver's slots grow, the taker's shrink, one slot changes hands.
     shrunk = _fine(units_LE[row, taker] / (count_LE[row, taker] + 1), fine_L1[row, 0])
     grown = _fine(grown_LE[row, giver], fine_L1[row, 0])
-    fine_LS = _fine(share_LS, fine_L1)
-    after_XS = fine_LS[row]
-    small = np.int16 if units_LE.shape[1] < 1 << 15 else np.int64
-    item_XS = item_LS.astype(small)[row]
-    mine_XS = item_XS == giver.astype(small)[:, None]
-    np.copyto(after_XS, grown[:, None], where=mine_XS)
-    np.copyto(after_XS, shrunk[:, None], where=item_XS == taker.astype(small)[:, None])
-    after_XS[np.arange(len(row)), mine_XS.argmax(axis=1)] = shrunk
-    after_XS.sort(axis=1, kind="stable")  # quick, as they are nearly sorted
+    fine_LS = _fine(share_LS[:, ::-1], fine_L1)  # lightest first, as sorted below
+    item_LS = item_LS[:, ::-1].astype(np.int16 if units_LE.shape[1] < 1 << 15 else np.int64)
     excess_LPG = np.full(can_LPG.shape, np.inf)
-    excess_LPG[row, p, g] = _excess(after_XS)
+    block = max(1, BLOCK // S)
+    for begin in range(0, len(row), block):
+        some = slice(begin, begin + block)
+        after_XS = fine_LS[row[some]]
+        _exchange(after_XS, item_LS[row[some]], (taker[some], shrunk[some]), (giver[some], grown[some]))
+        after_XS.sort(axis=1, kind="stable")  # quick, as they are nearly sorted
+        excess_LPG[row[some], p[some], g[some]] = _excess(after_XS)
     flat = excess_LPG.reshape(L, -1)
     k = flat.argmin(axis=1)
     good = np.flatnonzero(flat[layer, k] < _excess(fine_LS))
     p, g = np.divmod(k[good], can_LPG.shape[2])
     return good, taker_LP[good, p], giver_LG[good, g]
+
+
+def _exchange(
+    share_XS: NDArray[np.int32],
+    item_XS: NDArray[np.integer],
+    taker: tuple[NDArray[np.int64], NDArray[np.int32]],
+    giver: tuple[NDArray[np.int64], NDArray[np.int32]],
+) -> None:
+    """Shares after an exchange, in place: the giver's slots grow, the taker's shrink, one slot changes hands.
+
+    taker, giver  the experts and their new shares
+    """
+    mine_XS = item_XS == giver[0].astype(item_XS.dtype)[:, None]
+    np.copyto(share_XS, giver[1][:, None], where=mine_XS)
+    np.copyto(share_XS, taker[1][:, None], where=item_XS == taker[0].astype(item_XS.dtype)[:, None])
+    share_XS[np.arange(len(share_XS)), mine_XS.argmax(axis=1)] = taker[1]
 
 
 def _fine(share: NDArray[np.float64], fine: NDArray[np.float64]) -> NDArray[np.int32]:
@@ -117,5 +133,7 @@ def _excess(ordered_XS: NDArray[np.int32]) -> NDArray[np.float64]:
     over_XR = ordered_XS[:, :R] + ordered_XS[:, : R - 1 : -1]
     over_XR -= np.int32(FINE)
     np.maximum(over_XR, 0, out=over_XR)
-    excess: NDArray[np.float64] = np.square(over_XR, dtype=np.float64).sum(axis=1)
+    square_XR = over_XR.astype(np.float64)
+    square_XR *= square_XR
+    excess: NDArray[np.float64] = square_XR.sum(axis=1)
     return excess

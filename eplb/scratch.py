@@ -10,7 +10,7 @@ from moe_runtime.eplb.effort import Effort
 from moe_runtime.eplb.pack import first_plan
 from moe_runtime.eplb.recount import better_counts
 from moe_runtime.eplb.replicate import replica_counts
-from moe_runtime.eplb.search import pair_rounds, peak_rounds
+from moe_runtime.eplb.search import peak_rounds, swap_rounds
 from moe_runtime.eplb.state import State
 
 
@@ -25,12 +25,11 @@ def make_plan(
 ) -> State:
     """A plan of about `count_LE` replicas, as many in all, its peak brought down to the goal."""
     if slots_per_rank == 2:
-        state = _paired(units_LE, count_LE, goal_L, effort, ranks)
-    else:
-        state = first_plan(units_LE, count_LE, ranks, slots_per_rank)
-        if slots_per_rank > 2:
-            pair_rounds(state, goal_L, effort.pair_rounds)
-    peak_rounds(state, goal_L, effort.peak_rounds)
+        return _paired(units_LE, count_LE, goal_L, effort, ranks)
+    state = first_plan(units_LE, count_LE, ranks, slots_per_rank)
+    if slots_per_rank > 2:
+        swap_rounds(state, goal_L, effort.swap_rounds)
+        peak_rounds(state, goal_L, effort.peak_rounds)
     return state
 
 
@@ -58,6 +57,8 @@ def _paired(
         other = first_plan(units_LE[layers], count_LE[layers], ranks, 2)
         lower = np.flatnonzero(other.peak_L < state.peak_L[layers])
         state.put(layers[lower], other.take(lower))
+    # Where the pairs are as they should be, no swap helps.
+    peak_rounds(state, np.maximum(goal_L, peak_L), effort.peak_rounds)
     return state
 
 
@@ -81,7 +82,7 @@ def node_by_node(
     G, N = groups, nodes
     group_units = units_LE.reshape(L, G, E // G).sum(axis=2)
     packed = first_plan(group_units, np.ones((L, G), np.int64), N, G // N)
-    pair_rounds(packed, np.zeros(L), 4)
+    swap_rounds(packed, np.zeros(L), 4)
     peak_rounds(packed, np.zeros(L), 32)
     layers = np.flatnonzero(packed.peak_L <= limit_L * ranks_per_node)
     if not len(layers):

@@ -7,57 +7,111 @@ are there. Effort is counted in rounds, never in seconds, so the answer does not
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_runtime.eplb.order import order_of
 from moe_runtime.eplb.state import State
 
+FINE = float(1 << 28)  # loads are compared in 2^-28 of the peak: thrice that fits 32 bits
 
-def pair_rounds(state: State, goal_L: NDArray[np.float64], rounds: int) -> None:
-    """Swap one slot between each heavy rank and a light one, for all pairs of a layer at once.
 
-    In round t the i-th heaviest rank meets the (i + t)-th lightest; the best swap of the pair is made
-    if it narrows their difference. Stops for a layer when its heaviest rank carries at most the goal.
+def swap_rounds(state: State, goal_L: NDArray[np.float64], rounds: int) -> None:
+    """Swaps between heavy and light ranks, of one slot each or two, many in a layer at once.
+
+    The H heaviest ranks share the others out among them, by turns, and each makes the best swap with one of
+    its own. H is half the ranks at first, then half of that, and so on to two or three, with so many `rounds`
+    each: most ranks are brought near the mean, then the heaviest have more to choose from. A layer is done
+    when its heaviest rank carries at most the goal.
     """
-    R = state.load_LR.shape[1]
-    half = R // 2
-    if half == 0:
-        return
-    active = np.flatnonzero(state.peak_L > goal_L)
-    part = state.take(active)
-    for turn in range(rounds):
-        order_LR = part.load_LR.argsort(axis=1, kind="stable")
-        light_LP = np.roll(order_LR[:, :half], -(turn % half), axis=1)
-        heavy_LP = order_LR[:, ::-1][:, :half]
-        _swap_pairs(part, heavy_LP, light_LP)
-        done = part.peak_L <= goal_L[active]
+    heavy = state.load_LR.shape[1] // 2
+    on = np.flatnonzero(state.peak_L > goal_L)
+    part = state.take(on)
+    for step in range(max(1, heavy.bit_length() - 1) * rounds):
+        if heavy == 0 or not len(on):
+            return
+        _swap_off_heavy(part, max(heavy >> step // rounds, 1), step % rounds)
+        state.put(on, part)
+        done = part.peak_L <= goal_L[on]
         if done.any():
-            state.put(active, part)
-            active = active[~done]
-            part = state.take(active)
-            if not len(active):
-                return
-    state.put(active, part)
+            on = on[~done]
+            part = state.take(on)
 
 
-def _swap_pairs(part: State, heavy_LP: NDArray[np.intp], light_LP: NDArray[np.intp]) -> None:
-    L, P = heavy_LP.shape
-    N = part.expert_LRN.shape[2]
+def _swap_off_heavy(part: State, H: int, turn: int) -> None:
+    """One swap of each of the H heaviest ranks with one of its M others, where it helps."""
+    L, R, N = part.expert_LRN.shape
+    M = (R - H) // H
     layer = np.arange(L)[:, None]
-    heavy, light = part.expert_LRN[layer, heavy_LP], part.expert_LRN[layer, light_LP]
-    heavy_share, light_share = part.share_LRN[layer, heavy_LP], part.share_LRN[layer, light_LP]
-    gap_LP = part.load_LR[layer, heavy_LP] - part.load_LR[layer, light_LP]
-    # The difference left after the swap of slot i of the heavy with slot j of the light rank.
-    left = heavy_share[..., :, None] - light_share[..., None, :]
-    left *= -2.0
-    left += gap_LP[..., None, None]
-    np.abs(left, out=left)
-    same = (heavy[..., :, None] == light[..., None, :]) & (heavy[..., :, None] >= 0)
-    left += np.where(same.any(axis=3), np.inf, 0.0)[..., :, None]
-    left += np.where(same.any(axis=2), np.inf, 0.0)[..., None, :]
-    flat = left.reshape(L, P, N * N)
-    best_LP = flat.argmin(axis=2)
-    gain = np.take_along_axis(flat, best_LP[..., None], axis=2)[..., 0] < gap_LP
-    row, pair = np.nonzero(gain)
-    i, j = np.divmod(best_LP[row, pair], N)
-    exchange(part, row, heavy_LP[row, pair], i, light_LP[row, pair], j)
+    order_LR = order_of(part.load_LR)
+    heavy_LH = order_LR[:, ::-1][:, :H]
+    light_LHM = np.roll(order_LR[:, : M * H].reshape(L, M, H), turn, axis=2).transpose(0, 2, 1)
+    fine_L = FINE / np.maximum(part.peak_L, 1)
+    share_LRN = (part.share_LRN * fine_L[:, None, None]).astype(np.int32)
+    load_LR = (part.load_LR * fine_L[:, None]).astype(np.int32)
+    mine, theirs = share_LRN[layer, heavy_LH], share_LRN[layer[..., None], light_LHM]
+    gap_LHM = load_LR[layer, heavy_LH][..., None] - load_LR[layer[..., None], light_LHM]
+    pairs = _double_sets(N)
+    # For four slots the sets without slot 0 leave the same two ranks, the other way round.
+    choices = [(_single_sets(N), _single_sets(N))] + [(pairs[: N - 1] if N == 4 else pairs, pairs)] * (
+        4 <= N <= 6
+    )
+    found = [_best_of(gap_LHM, mine, theirs, *sets) for sets in choices]
+    best = np.stack([gain for gain, _ in found]).argmin(axis=0)
+    row, col = np.divmod(np.arange(L * H), H)
+    for which, ((my_sets, their_sets), (gain, at)) in enumerate(zip(choices, found, strict=True)):
+        own = np.flatnonzero((best == which) & (gain < 0))
+        m, mine_at, theirs_at = np.unravel_index(at[own], (M, len(my_sets), len(their_sets)))
+        layers = row[own]
+        pair = (heavy_LH[layers, col[own]], light_LHM[layers, col[own], m])
+        _exchange_sets(part, layers, pair, my_sets[mine_at], their_sets[theirs_at])
+
+
+def _best_of(
+    gap_LHM: NDArray[np.int32],
+    mine_LHN: NDArray[np.int32],
+    theirs_LHMN: NDArray[np.int32],
+    my_sets_KZ: NDArray[np.intp],
+    their_sets_JZ: NDArray[np.intp],
+) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
+    """Per heavy rank, twice the change of the larger load of the two, and its flat index in [M, K, J]."""
+    mine = mine_LHN[..., my_sets_KZ].sum(axis=-1, dtype=np.int32)
+    theirs = theirs_LHMN[..., their_sets_JZ].sum(axis=-1, dtype=np.int32)
+    change = mine[:, :, None, :, None] - theirs[..., None, :]
+    change *= -2
+    change += gap_LHM[..., None, None]
+    np.abs(change, out=change)
+    change -= gap_LHM[..., None, None]
+    flat = change.reshape(gap_LHM.shape[0] * gap_LHM.shape[1], -1)
+    at = flat.argmin(axis=1)
+    return flat[np.arange(len(flat)), at], at
+
+
+def _exchange_sets(
+    part: State,
+    row: NDArray[np.intp],
+    ranks: tuple[NDArray[np.intp], NDArray[np.intp]],
+    mine_XZ: NDArray[np.intp],
+    theirs_XZ: NDArray[np.intp],
+) -> None:
+    """Swap slots of the first rank with the second's, unless an expert met itself or nothing is won."""
+    heavy, light = ranks
+    at = row[:, None]
+    mine, theirs = (
+        part.expert_LRN[at, heavy[:, None], mine_XZ],
+        part.expert_LRN[at, light[:, None], theirs_XZ],
+    )
+    meets = _holds(part.expert_LRN[row, light], mine) | _holds(part.expert_LRN[row, heavy], theirs)
+    away = part.share_LRN[at, heavy[:, None], mine_XZ].sum(axis=1)
+    away -= part.share_LRN[at, light[:, None], theirs_XZ].sum(axis=1)
+    before = part.load_LR[row, heavy]
+    good = ~meets & (np.maximum(before - away, part.load_LR[row, light] + away) < before)
+    for mine_X, theirs_X in zip(mine_XZ[good].T, theirs_XZ[good].T, strict=True):
+        exchange(part, row[good], heavy[good], mine_X, light[good], theirs_X)
+
+
+def _holds(held_XN: NDArray[np.int64], expert_XZ: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """bool [X]: whether a rank holds one of the experts already."""
+    same = (held_XN[:, :, None] == expert_XZ[:, None]) & (expert_XZ >= 0)[:, None]
+    holds: NDArray[np.bool_] = same.any(axis=(1, 2))
+    return holds
 
 
 def exchange(

@@ -226,9 +226,9 @@ class _Task:
             starts_LS, part_LS = cumulative_table(slots_LS, state.share_LRN.reshape(L, -1), self.E)
             peak_L = _peak(slots_LS, self.load, part_LS, self.R)
             idle = np.flatnonzero(peak_L >= equal_L)  # weights gain nothing but their rounding: share equally
-            starts_LS[idle], _ = cumulative_table(
-                slots_LS[idle], np.zeros((len(idle), slots_LS.shape[1])), self.E
-            )
+            if len(idle):
+                nothing = np.zeros((len(idle), slots_LS.shape[1]))
+                starts_LS[idle], _ = cumulative_table(slots_LS[idle], nothing, self.E)
             peak_L = np.minimum(peak_L, equal_L)
         placement = Placement(
             slot_to_expert_LS=slots_LS,

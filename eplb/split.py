@@ -81,7 +81,7 @@ def _turns(part: State) -> list[_Turn]:
     slot_XC = order[layer_X[:, None], at_XC]
     rank_XC = layer_X[:, None] * R + slot_XC // N
     slot_XC = layer_X[:, None] * (R * N) + slot_XC
-    turn_X = _turn_numbers(rank_XC, real_XC, layer_X, L * R)
+    turn_X = _turn_numbers(rank_XC, real_XC, L * R)
     turns = []
     for number in range(int(turn_X.max()) + 1):
         own = np.flatnonzero(turn_X == number)
@@ -98,19 +98,23 @@ def _turns(part: State) -> list[_Turn]:
     return turns
 
 
-def _turn_numbers(
-    rank_XC: NDArray[np.int64], real_XC: NDArray[np.bool_], layer_X: NDArray[np.intp], ranks: int
-) -> NDArray[np.int64]:
+def _turn_numbers(rank_XC: NDArray[np.int64], real_XC: NDArray[np.bool_], ranks: int) -> NDArray[np.int64]:
     """int64 [X]: for each expert, the first turn after those of the experts before it on its ranks."""
-    turn_X = np.zeros(len(layer_X), np.int64)
-    next_R = np.zeros(ranks, np.int64)  # the first turn in which nothing happens on a rank any more
-    place_X = np.arange(len(layer_X)) - np.searchsorted(layer_X, layer_X)  # of an expert in its layer
-    for place in range(int(place_X.max()) + 1):
-        own = np.flatnonzero(place_X == place)
-        rank_MC, real_MC = rank_XC[own], real_XC[own]
-        turn_X[own] = np.where(real_MC, next_R[rank_MC], 0).max(axis=1)
-        next_R[rank_MC[real_MC]] = np.repeat(turn_X[own] + 1, real_MC.sum(axis=1))
-    return turn_X
+    turn_X = np.zeros(len(rank_XC), np.int64)
+    expert_Y, place_Y = np.nonzero(real_XC)  # a replica each
+    rank_Y = rank_XC[expert_Y, place_Y]
+    turn = 0
+    while True:
+        first_R = np.full(ranks, len(rank_XC))  # of the experts left, on each rank
+        np.minimum.at(first_R, rank_Y, expert_Y)
+        blocked_X = np.zeros(len(rank_XC), bool)
+        blocked_X[expert_Y[first_R[rank_Y] < expert_Y]] = True
+        if not blocked_X.any():
+            return turn_X
+        turn += 1
+        turn_X[blocked_X] = turn
+        left = blocked_X[expert_Y]
+        expert_Y, rank_Y = expert_Y[left], rank_Y[left]
 
 
 def _level(part: State, turn: _Turn) -> None:

@@ -80,7 +80,9 @@ class Placement:
         unused entries at the end of a row are -1.
         """
         table = self.slot_to_expert_LS
-        order = np.argsort(np.where(table < 0, self.num_experts, table), axis=1, kind="stable")
+        kind = np.uint16 if self.num_experts < 1 << 16 else table.dtype  # 16 bits are sorted digit by digit
+        key = np.where(table < 0, self.num_experts, table).astype(kind)
+        order = np.argsort(key, axis=1, kind="stable")
         slots = np.where(np.take_along_axis(table, order, axis=1) < 0, -1, order).astype(np.int32)
         start = np.zeros((self.num_layers, self.num_experts + 1), np.int32)
         np.cumsum(self.replica_counts, axis=1, out=start[:, 1:])
