@@ -15,11 +15,13 @@ def write_atomically(path: Path, data: bytes) -> None:
     """
     partial: Path | None = None
     try:
-        target = path.resolve()
-        if target.exists() and not target.is_file():
-            with target.open("wb") as file:
+        if (
+            path.exists() and not path.is_file()
+        ):  # by its own name: what /dev/stdout resolves to may have none
+            with path.open("wb") as file:
                 file.write(data)
             return
+        target = path.resolve()
         partial = target.with_name(f".{secrets.token_hex(8)}.partial")
         with partial.open("xb") as file:
             file.write(data)
@@ -36,9 +38,11 @@ def write_atomically(path: Path, data: bytes) -> None:
 def require_writable(path: Path) -> None:
     """InputError if `write_atomically(path, ...)` is bound to fail; ask before the work, not after."""
     try:
-        target = path.resolve()
-        if target.is_dir():
+        if path.is_dir():
             raise InputError(f"{path}: is a folder, not a file")
+        if path.exists() and not path.is_file():
+            return
+        target = path.resolve()
         folder = target.parent
         if not folder.is_dir():
             raise InputError(f"{path}: the folder {folder} does not exist")
@@ -72,7 +76,7 @@ def require_outputs(outputs: Mapping[str, Path | None], inputs: Mapping[str, Pat
         require_writable(path)
         target = path.resolve()
         other = taken.get(target)
-        if other is not None and not (target.exists() and not target.is_file()):
+        if other is not None and not (path.exists() and not path.is_file()):
             raise InputError(f"{name} {path}: is the same file as {other}")
         taken[target] = name
 

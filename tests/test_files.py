@@ -3,11 +3,12 @@
 import os
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
 from moe_runtime.errors import InputError
-from moe_runtime.files import make_folder, require_writable, write_atomically
+from moe_runtime.files import make_folder, require_outputs, require_writable, write_atomically
 
 
 def test_a_symbolic_link_stays_and_its_target_is_replaced(tmp_path):
@@ -29,6 +30,18 @@ def test_a_pipe_is_written_to_and_stays_a_pipe(tmp_path):
     reader.join(10)
     assert read == [b"data"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_pipe_without_a_name_is_written_to():
+    """What `--out /dev/stdout | less` and `--out >(gzip)` are."""
+    read, write = os.pipe()
+    path = Path(f"/dev/fd/{write}")
+    require_writable(path)
+    require_outputs({"--out": path}, {})
+    write_atomically(path, b"data")
+    os.close(write)
+    with open(read, "rb") as pipe:
+        assert pipe.read() == b"data"
 
 
 @pytest.mark.parametrize("name", ["x" * 250, "y" * 255])

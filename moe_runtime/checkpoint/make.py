@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -43,20 +44,21 @@ def make_checkpoint(out: Path, *, family: str, size: str, dtype: str = "float32"
     _require("dtype", dtype, tuple(DTYPE_BYTES))
     if seed < 0:
         raise InputError(f"seed = {seed} must be 0 or more")
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError(f"{out}: exists and is not an empty directory; nothing was written")
     try:
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise InputError(f"{out}: exists and is not an empty directory; nothing was written")
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        partial = Path(tempfile.mkdtemp(prefix=".", suffix=".partial", dir=out.parent))
     except OSError as error:
         raise InputError(f"{out}: cannot be written: {error.strerror}") from error
     try:
         _write(partial, shapes.config(family, size, dtype), size, getattr(torch, dtype), seed)
         partial.chmod(0o755)
         os.replace(partial, out)
-    except BaseException:
+    except (OSError, SafetensorError) as error:  # a full disk, say
+        raise InputError(f"{out}: cannot be written: {error}") from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _require(field: str, value: str, allowed: tuple[str, ...]) -> None:

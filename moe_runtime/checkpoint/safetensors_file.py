@@ -83,7 +83,7 @@ def _parse(file: Path, raw: bytearray) -> dict[str, Any]:
 
     try:
         header = json.loads(bytes(raw).decode("utf-8"), object_pairs_hook=unique)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of thousands of digits
         raise CheckpointError(f"{file}: the header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header must be a JSON object, found {type(header).__name__}")
@@ -104,7 +104,7 @@ def _entry(file: Path, name: str, value: Any, start: int) -> TensorEntry:
     if not isinstance(value, dict):
         raise bad("its header entry is not an object")
     dtype, shape, offsets = value.get("dtype"), sizes("shape"), sizes("data_offsets")
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise bad(f"unknown dtype {dtype!r}")
     if len(offsets) != 2 or offsets[1] < offsets[0]:
         raise bad(f"data_offsets must be [begin, end], found {list(offsets)}")

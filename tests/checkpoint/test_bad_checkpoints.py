@@ -191,6 +191,14 @@ def damage_unknown_dtype(path):
     edit_header(path / FIRST, lambda h: h | {"model.norm.weight": h["model.norm.weight"] | {"dtype": "F33"}})
 
 
+def damage_dtype_is_an_object(path):
+    edit_header(path / FIRST, lambda h: h | {"model.norm.weight": h["model.norm.weight"] | {"dtype": {}}})
+
+
+def damage_header_nests_without_end(path):
+    edit_header(path / FIRST, lambda h: b'{"a": ' + b"[" * 100_000)
+
+
 def damage_broken_index(path):
     truncate(path / INDEX, keep=lambda size: size // 2)
 
@@ -218,6 +226,19 @@ def damage_no_weights(path):
 
 def damage_missing_field(path):
     edit_json(path / "config.json", lambda data: data.pop("kv_lora_rank"))
+
+
+def damage_number_of_thousands_of_digits(path):
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(text.replace('"vocab_size": ', f'"vocab_size": {"9" * 5000}'))
+
+
+def damage_layers_without_end(path):
+    edit_json(path / "config.json", lambda data: data.update(num_hidden_layers=2**40))
+
+
+def damage_experts_without_end(path):
+    edit_json(path / "config.json", lambda data: data.update(n_routed_experts=10**6))
 
 
 def damage_unknown_architecture(path):
@@ -258,6 +279,8 @@ CASES = [
     (damage_misaligned, [FIRST, "tensor model.norm.weight: misaligned, 4 bytes"]),
     (damage_offsets_do_not_fit_shape, [FIRST, "tensor model.norm.weight: F32 [32] takes 128 bytes"]),
     (damage_unknown_dtype, [FIRST, "tensor model.norm.weight: unknown dtype 'F33'"]),
+    (damage_dtype_is_an_object, [FIRST, "tensor model.norm.weight: unknown dtype {}"]),
+    (damage_header_nests_without_end, [FIRST, "the header is not valid JSON"]),
     (damage_broken_index, [INDEX, "not valid JSON"]),
     (damage_index_without_map, [INDEX, "field 'weight_map'"]),
     (damage_index_points_outside, [INDEX, GATE, "'../elsewhere.safetensors' is not a file name"]),
@@ -265,6 +288,9 @@ CASES = [
     (damage_tensor_not_in_index, [f"tensor {GATE} is not named by {INDEX}"]),
     (damage_no_weights, [f"holds neither {INDEX} nor model.safetensors"]),
     (damage_missing_field, ["config.json", "field 'kv_lora_rank' is missing"]),
+    (damage_number_of_thousands_of_digits, ["config.json", "not valid JSON"]),
+    (damage_layers_without_end, ["config.json", "field 'num_hidden_layers' must be at most 4096"]),
+    (damage_experts_without_end, ["config.json", "field 'n_routed_experts' must be at most 65536"]),
     (damage_unknown_architecture, ["config.json", "MysteryForCausalLM", "qwen3_moe (Qwen3MoeForCausalLM)"]),
     (damage_generation_config, ["generation_config.json", "field 'eos_token_id' must be integers"]),
     (damage_no_tokenizer, ["tokenizer.json: file not found"]),

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import logging
+import threading
+import time
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
@@ -186,6 +188,24 @@ def test_tokenizer_agrees_with_transformers_and_covers_every_id(tiny):
     assert all(isinstance(ours.decode([i]), str) for i in range(512))
 
 
+def test_encoding_a_long_text_keeps_no_other_thread_waiting(tiny):
+    tokenizer = Tokenizer(tiny)
+    turns, seen = 0, []
+
+    def encode():
+        begun = turns
+        tokenizer.encode("a lot " * 50_000)
+        seen.append(turns - begun)
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not seen:
+        turns += 1
+        time.sleep(0)
+    thread.join()
+    assert seen[0] > 250  # thousands; under a hundred if the interpreter is kept
+
+
 def test_small_has_the_reference_dimensions():
     deepseek = shapes.config("deepseek_v3", "small", "float32")
     assert deepseek.items() >= {
@@ -229,12 +249,13 @@ def test_an_empty_directory_and_missing_parents_are_fine(tmp_path):
         assert (out / "config.json").exists()
 
 
-def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, SafetensorError])
+def test_nothing_is_left_when_writing_fails(tmp_path, monkeypatch, error):
     def fail(*_args, **_kwargs):
-        raise OSError("disk full")
+        raise error("disk full")
 
-    monkeypatch.setattr(make, "_write_tokenizer", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr(make, "save_file", fail)
+    with pytest.raises(InputError, match="out: cannot be written: disk full"):
         make_checkpoint(tmp_path / "out", family="qwen3_moe", size="tiny")
     assert list(tmp_path.iterdir()) == []
 

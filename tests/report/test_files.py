@@ -111,6 +111,14 @@ def test_what_is_not_a_report_of_this_version_is_refused(saved, change, message)
     assert str(path) in str(raised.value)
 
 
+@pytest.mark.parametrize("damaged", [b'{"schema_version": 2, "window": ' + b"[" * 100_000, None])
+def test_what_is_not_json_is_refused(saved, damaged):
+    path, _ = saved
+    path.write_bytes(damaged or path.read_bytes().replace(b"prefill", b"pre\xffill"))
+    with pytest.raises(InputError, match=r"RUN\.json: not a"):
+        load_report(path)
+
+
 def test_a_report_of_version_1_is_read_and_says_what_it_lacks(saved):
     path, report = saved
     data = json.loads(path.read_bytes())

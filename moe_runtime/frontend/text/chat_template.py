@@ -4,6 +4,7 @@ Owns finding the template and rendering it (transformers, in its sandbox). What 
 like is the API's business.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,9 @@ class ChatTemplate:
             raise CheckpointError(
                 f"{checkpoint_dir}: transformers cannot read the tokenizer: {error}"
             ) from None
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.values()
+        named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        self._not_variables = named - {"documents"}
 
     def render(
         self,
@@ -52,10 +56,12 @@ class ChatTemplate:
         """The prompt that asks for the next assistant message; `options` are variables of the template.
 
         Control tokens spelled out in messages or tools are encoded as plain text. Raises InputError
-        for what the template refuses.
+        for what the template refuses, and for options that would steer transformers instead of it.
         """
         import jinja2
 
+        if taken := sorted(self._not_variables & set(options or {})):
+            raise InputError(f"{taken[0]} is no variable of a chat template")
         try:
             ids = self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages],
@@ -88,14 +94,17 @@ def find_template(checkpoint_dir: Path) -> str | None:
     """
     file = checkpoint_dir / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from None
     config = checkpoint_dir / "tokenizer_config.json"
     if not config.is_file():
         return None
     try:
         template = msgspec.json.decode(config.read_bytes()).get("chat_template")
-    except (msgspec.DecodeError, AttributeError) as error:
-        raise CheckpointError(f"{config}: not a tokenizer's configuration: {error}") from None
-    if isinstance(template, list):
-        template = {t.get("name"): t.get("template") for t in template}.get("default")
+        if isinstance(template, list):
+            template = {t["name"]: t["template"] for t in template}.get("default")
+    except (msgspec.DecodeError, OSError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{config}: not a tokenizer's configuration: {error!r}") from None
     return template if isinstance(template, str) else None

@@ -15,6 +15,7 @@ from moe_runtime.checkpoint.tokenizer import FILE_NAME
 from moe_runtime.errors import CheckpointError
 
 _SPACE = "\u2581"  # sentencepiece's visible space
+LARGEST_ID = 1 << 24  # far beyond any vocabulary: a table of all ids is made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ def read_vocabulary(checkpoint_dir: Path) -> Vocabulary:
         parsed = msgspec.json.decode(file.read_bytes(), type=_File)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
     steps = list(_steps(parsed.decoder))
     kinds = [s.get("type") for s in steps]
@@ -74,6 +75,8 @@ def read_vocabulary(checkpoint_dir: Path) -> Vocabulary:
     else:
         raise CheckpointError(f"{file}: decoder {kinds}: only byte-level and sentencepiece text is streamed")
     pieces = {**_model_pieces(parsed.model), **{t.id: t.content for t in parsed.added_tokens}}
+    if (last := max(pieces, default=0)) > LARGEST_ID:
+        raise CheckpointError(f"{file}: not a tokenizer: {len(pieces)} tokens, but an id is {last}")
     special = {t.id for t in parsed.added_tokens if t.special}
     shown = tuple(to_bytes(pieces.get(i, "")) for i in range(max(pieces, default=-1) + 1))
     text = tuple(b"" if i in special else piece for i, piece in enumerate(shown))

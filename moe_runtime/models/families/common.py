@@ -11,6 +11,9 @@ from moe_runtime.models.families.fields import ConfigFields
 from moe_runtime.spec.model import DTYPE_BYTES, ModelSpec
 from moe_runtime.spec.weights import TensorTarget
 
+# Far beyond any model: what is written for each layer or expert would fill the memory.
+MOST_LAYERS, MOST_EXPERTS = 4096, 65_536
+
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
@@ -32,7 +35,7 @@ def usual_fields(fields: ConfigFields, dtype: str | None) -> dict[str, Any]:
     return {
         "vocab_size": fields.integer("vocab_size"),
         "hidden": fields.integer("hidden_size"),
-        "num_layers": fields.integer("num_hidden_layers"),
+        "num_layers": fields.integer("num_hidden_layers", maximum=MOST_LAYERS),
         "max_positions": fields.integer("max_position_embeddings"),
         "norm_eps": fields.number("rms_norm_eps"),
         "dense_intermediate": fields.integer("intermediate_size"),

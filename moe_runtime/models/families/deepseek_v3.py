@@ -60,7 +60,7 @@ def _attention(fields: ConfigFields) -> MlaSpec:
 def _moe(fields: ConfigFields) -> MoeSpec:
     fields.only("scoring_func", ("sigmoid",), default="sigmoid")
     fields.only("topk_method", ("noaux_tc",), default="noaux_tc")
-    experts = fields.integer("n_routed_experts", "num_local_experts")
+    experts = fields.integer("n_routed_experts", "num_local_experts", maximum=common.MOST_EXPERTS)
     groups = fields.integer("n_group", default=1)
     kept = fields.integer("topk_group", default=1)
     top_k = fields.integer("num_experts_per_tok")

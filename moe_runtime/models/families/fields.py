@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_runtime.errors import CheckpointError
 
+LARGEST = 2**31 - 1  # of any size
 _REQUIRED: Any = object()
 
 
@@ -17,7 +18,7 @@ class ConfigFields:
     """A JSON object of a checkpoint. Every getter takes the names a field goes by, best first.
 
     A field that is absent or null takes `default`; without a default that is a CheckpointError,
-    as is a value of the wrong type or below `minimum`.
+    as is a value of the wrong type or out of range.
     """
 
     def __init__(self, path: Path, data: Mapping[str, Any], *, family: str = "", section: str = "") -> None:
@@ -39,12 +40,14 @@ class ConfigFields:
             raise self.error(names[0], "is missing")
         return names[0], default
 
-    def integer(self, *names: str, default: int = _REQUIRED, minimum: int = 1) -> int:
+    def integer(self, *names: str, default: int = _REQUIRED, minimum: int = 1, maximum: int = LARGEST) -> int:
         name, value = self._get(names, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error(name, f"must be an integer, found {value!r}")
         if value < minimum:
             raise self.error(name, f"must be at least {minimum}, found {value}")
+        if value > maximum:
+            raise self.error(name, f"must be at most {maximum}, found {value:.6g}")
         return value
 
     def number(self, *names: str, default: float = _REQUIRED, minimum: float = 0.0) -> float:
@@ -101,7 +104,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: file not found") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not JSON, or a number of thousands of digits
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, found {type(data).__name__}")

@@ -49,7 +49,7 @@ def _attention(fields: ConfigFields) -> GqaSpec:
 
 
 def _moe(fields: ConfigFields) -> MoeSpec:
-    experts = fields.integer("num_experts", "num_local_experts")
+    experts = fields.integer("num_experts", "num_local_experts", maximum=common.MOST_EXPERTS)
     top_k = fields.integer("num_experts_per_tok")
     if top_k > experts:
         raise fields.error("num_experts_per_tok", f"= {top_k} must not exceed {experts} experts")
