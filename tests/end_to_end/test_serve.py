@@ -77,6 +77,31 @@ def test_logprobs(client):
         assert chosen < 0
 
 
+def test_what_is_generated_is_scored_alike_as_a_prompt(client, references):
+    """As evaluation harnesses ask: token ids, several at once, echoed with nothing or one token to follow."""
+    one = next(r for r in references["deepseek_v3"] if len(r.prompt) == 90)
+    asked = {"model": "m", "temperature": 0, "logprobs": 3, "extra_body": {"ignore_eos": True}}
+    said = client.completions.create(**asked, prompt=one.prompt, max_tokens=6).choices[0].logprobs
+    whole, begin = [*one.prompt, *one.tokens[:6]], len(one.prompt)
+    first = float(one.logits.log_softmax(-1)[one.tokens[0]])
+    for max_tokens in (0, 1):
+        answer = client.completions.create(
+            **asked, prompt=[whole, one.prompt], echo=True, max_tokens=max_tokens
+        )
+        scored = answer.choices[0].logprobs
+        assert len(scored.tokens) == len(whole) + max_tokens
+        assert (scored.token_logprobs[0], scored.top_logprobs[0]) == (None, None)
+        assert scored.tokens[begin : len(whole)] == said.tokens
+        again = scored.token_logprobs[begin : len(whole)]
+        assert again == pytest.approx(said.token_logprobs, abs=4e-4)
+        assert again[0] == pytest.approx(first, abs=4e-4)
+        alone = answer.choices[1].logprobs
+        assert alone.tokens[:begin] == scored.tokens[:begin]
+        assert alone.token_logprobs[1:begin] == pytest.approx(scored.token_logprobs[1:begin], abs=4e-4)
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(whole) + begin, 2 * max_tokens)
+
+
 def test_json_schema_and_tools(client, checkpoint):
     # A random model would put white space between the parts of JSON for ever.
     blank = [i for i, b in enumerate(read_vocabulary(checkpoint).text_bytes) if b and not b.strip()]
@@ -286,6 +311,15 @@ def test_a_server_that_is_told_to_stop_finishes_what_runs(checkpoint, tmp_path):
         refused = httpx.post(f"{server.url}/v1/completions", json=too_long)
         assert refused.json()["error"]["code"] == "context_length_exceeded"
         assert server.metric("frontend_up") == 2
+        scored = {"model": "m", "prompt": [9] * 40, "echo": True, "logprobs": 1, "stream": True}
+        for max_tokens in (0, 2):
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json={**scored, "max_tokens": max_tokens}
+            ) as answer:
+                lines = [text for text in answer.iter_lines() if text.startswith("data: {")]
+            echoed = json.loads(lines[0].removeprefix("data: "))["choices"][0]
+            assert len(echoed["logprobs"]["token_logprobs"]) == 40
+            assert json.loads(lines[-1].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
         streams = Streams(server, 8, max_tokens=150)
         assert asyncio.run(stop_under_load(server, streams)) == 503
         assert server.process.wait(20) == 0
