@@ -10,7 +10,7 @@ PLAN = """
 model: {path: nowhere, dtype: bfloat16}
 cluster: {nodes: 22, ranks_per_node: 8, device: cuda, hardware: h800}
 deployments:
-  prefill: {instances: 1, expert_parallel: 32, redundant_experts: 32, scheduler: {max_batch_tokens: 8192}}
+  prefill: {instances: 1, expert_parallel: 32, redundant_experts: 32}
   decode: {instances: 1, expert_parallel: 144, redundant_experts: 32}
 """
 

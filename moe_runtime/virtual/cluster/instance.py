@@ -227,6 +227,7 @@ class Instance:
             prefill_prefix_R=ranks.prefix_R.astype(np.float64),
             mode=decision.dispatch_mode,
             micro_batches=2 if decision.micro_batches == 2 else 1,
+            rounds=decision.rounds,
         )
         factor = max([s.factor for s in self._slowdowns if s.start <= begin < s.end], default=1.0)
         turns, last, cost = self._stretch(shape, *self._alike(decision), begin, factor)

@@ -59,6 +59,7 @@ class OverlapGain:
             prefill_prefix_R=np.zeros(len(ranks)),
             mode=decision.dispatch_mode,
             micro_batches=micro_batches,
+            rounds=decision.rounds,
         )
         return times.step(shape).seconds
 

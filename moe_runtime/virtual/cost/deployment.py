@@ -35,7 +35,6 @@ class Setting:
     tensor_parallel  ranks that share one batch in attention; all of them with tensor-parallel experts
     library          of links.yaml; None: the machine's default
     groups_stay      whole expert groups of group-limited routing sit on a node
-    round_tokens     tokens a rank sends in one dispatch: more go in rounds; None: all in one
     """
 
     machine: str
@@ -46,15 +45,12 @@ class Setting:
     tensor_parallel: int = 1
     library: str | None = None
     groups_stay: bool = True
-    round_tokens: int | None = None
     precision: Precision = Precision()
 
     def __post_init__(self) -> None:
         for name in ("ranks", "ranks_per_node", "slots_per_rank", "tensor_parallel"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} = {getattr(self, name)}: must be at least 1")
-        if self.round_tokens is not None and self.round_tokens < 1:
-            raise InputError(f"round_tokens = {self.round_tokens}: must be at least 1")
         if self.ranks % self.tensor_parallel:
             raise InputError(f"tensor_parallel = {self.tensor_parallel}: must divide {self.ranks} ranks")
         if self.experts == "tensor_parallel" and self.tensor_parallel != self.ranks:
@@ -65,7 +61,3 @@ class Setting:
     @property
     def nodes(self) -> int:
         return -(-self.ranks // self.ranks_per_node)
-
-    def rounds(self, tokens: int) -> int:
-        """Dispatches that carry a micro-batch whose largest rank has `tokens`."""
-        return 1 if self.round_tokens is None else max(1, -(-tokens // self.round_tokens))

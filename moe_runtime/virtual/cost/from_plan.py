@@ -25,7 +25,6 @@ def plan_setting(
         slots_per_rank=deployment.slots_per_rank,
         tensor_parallel=deployment.attention.tensor_parallel,
         library=library,
-        round_tokens=deployment.dispatch.max_tokens,
         precision=Precision(
             dense=weights,
             experts=weights,

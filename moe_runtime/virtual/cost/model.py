@@ -1,7 +1,7 @@
 """CostModel: seconds of a step of one instance, by part and by what bounds it.
 
 Owns how kernels, transfers and imbalance make a layer, and layers a step. Ranks step together: what a rank
-computes before its rows leave is waited for by all, and every layer takes as long as its heaviest rank.
+computes before its rows leave is waited for by all, and so are the rows of the heaviest rank's experts.
 The same shape costs the same; what is kept between calls only saves time. Knows no scheduler and no clock.
 """
 
@@ -58,7 +58,7 @@ class CostModel:
         self._tables = {False: RowTables(kernels), True: RowTables(beside)}
         self._loads = Loads(model, setting, self.links)
         self._roofline = Roofline(model, setting, machine.hardware)
-        self._kept: dict[tuple[DispatchMode, int, float, int], tuple[Load, ...]] = {}
+        self._kept: dict[tuple[DispatchMode, int, int, float, int], tuple[Load, ...]] = {}
         self._heads: dict[int, Work] = {}
 
     def step(self, shape: StepShape) -> StepCost:
@@ -66,7 +66,7 @@ class CostModel:
         split = shape.micro_batches
         tables = self._tables[split == 2 and shape.mode == "normal"]
         batch, account = Batch(shape, tables), Account()
-        self._moe_layers(account, batch, tables, shape.mode, split)
+        self._moe_layers(account, batch, tables, shape)
         dense = float(split * (self.model.num_layers - self.model.num_moe_layers))
         if dense:
             parts = tables.at(batch.most)
@@ -78,10 +78,8 @@ class CostModel:
         account.work("dense", self._head(int(sampled.max())), 1.0)
         return account.cost(self._roofline.seconds(shape))
 
-    def _moe_layers(
-        self, account: Account, batch: Batch, tables: RowTables, mode: DispatchMode, split: int
-    ) -> None:
-        loads = self._load(batch, tables, mode, split)
+    def _moe_layers(self, account: Account, batch: Batch, tables: RowTables, shape: StepShape) -> None:
+        loads, split = self._load(batch, tables, shape), shape.micro_batches
         after = tables.at(batch.most)
         shared = float(after.shared_dense.seconds + after.shared_other.seconds)
         finish, reduces = float(after.finish.seconds), self._reduces(batch)
@@ -98,7 +96,7 @@ class CostModel:
                 combine=load.transfers[1],
                 heaviest=load.hot + out + back,
             )
-            layer = self._layer(stages, mode, split, load.rounds)
+            layer = self._layer(stages, shape)
             out, back = (transfer.seconds for transfer in load.transfers)
             own = split * sum(stages.compute) + layer.exposed_dispatch + layer.exposed_combine
             account.wait(layer.seconds - own, layers)
@@ -114,23 +112,30 @@ class CostModel:
         account.work("combine", any_load.receiving, times)
         account.collective(sum(reduces), times)
 
-    def _layer(self, stages: Stages, mode: DispatchMode, split: int, rounds: int) -> Layer:
-        if split == 1:
+    def _layer(self, stages: Stages, shape: StepShape) -> Layer:
+        if shape.micro_batches == 1:
             return plain(stages)
-        if mode == "low_latency":
+        if shape.mode == "low_latency":
             return two_way(stages)
-        return collective(stages, self.links.normal_start * rounds, self.links.beside)
+        return collective(stages, self.links.normal_start * shape.rounds, self.links.beside)
 
-    def _load(self, batch: Batch, tables: RowTables, mode: DispatchMode, split: int) -> tuple[Load, ...]:
+    def _load(self, batch: Batch, tables: RowTables, shape: StepShape) -> tuple[Load, ...]:
         """Loads of the spreads of a micro-batch: they change only when its rows do."""
-        key = (mode, split, batch.total, batch.most)
+        key = (shape.mode, shape.micro_batches, shape.rounds, batch.total, batch.most)
         found = self._kept.get(key)
         if found is None:
             if len(self._kept) >= KEPT:
                 self._kept.clear()
             spreads = self.balance.spreads(batch.total)
-            rows = (batch.total, batch.most)
-            found = self._kept[key] = self._loads.of(tables.kernels, mode, split == 2, rows, spreads)
+            found = self._kept[key] = self._loads.of(
+                tables.kernels,
+                shape.mode,
+                spreads,
+                total=batch.total,
+                most=batch.most,
+                background=shape.micro_batches == 2,
+                rounds=shape.rounds,
+            )
         return found
 
     def _reduces(self, batch: Batch) -> tuple[float, float]:

@@ -40,7 +40,7 @@ class StepShape:
     prefill_pairs_R     (query, key) pairs of these tokens: sum over tokens of the context each attends to
     prefill_prefix_R    tokens already cached of the sequences in prefill (their keys are read)
     queries             rows per decoding sequence: 1, or 1 + drafts with multi-token prediction
-    mode, micro_batches as agreed for the step
+    mode, micro_batches, rounds as agreed for the step; a micro-batch's rows are dispatched in `rounds`
     """
 
     decode_sequences_R: NDArray[np.float64]
@@ -51,6 +51,7 @@ class StepShape:
     queries: int = 1
     mode: DispatchMode = "low_latency"
     micro_batches: Literal[1, 2] = 1
+    rounds: int = 1
 
     @property
     def num_ranks(self) -> int:

@@ -21,7 +21,6 @@ class Load(NamedTuple):
     sending, receiving copy kernels of a dispatch and a combine that run in the background
     transfers          (dispatch, combine)
     balanced           seconds of them if every rank had the mean
-    rounds             in which each of them is sent
     """
 
     even: Work
@@ -30,7 +29,6 @@ class Load(NamedTuple):
     receiving: Work
     transfers: tuple[Transfer, Transfer]
     balanced: tuple[float, float]
-    rounds: int
 
 
 class Loads(NamedTuple):
@@ -44,19 +42,26 @@ class Loads(NamedTuple):
         self,
         kernels: LayerKernels,
         mode: DispatchMode,
-        background: bool,
-        rows: tuple[float, int],
         spreads: tuple[Spread, ...],
+        *,
+        total: float,
+        most: int,
+        background: bool,
+        rounds: int,
     ) -> tuple[Load, ...]:
-        """`rows`: of all ranks, and of the busiest; `background`: transfers run beside compute."""
+        """One for each of `spreads`.
+
+        total, most  rows of all ranks, and of the busiest
+        background   transfers run beside compute
+        rounds       in which the rows are sent
+        """
         setting, k = self.setting, self.model.moe.slots_per_token
         whole = setting.experts == "tensor_parallel"
-        mean = rows[0] if whole else rows[0] / setting.ranks
+        mean = total if whole else total / setting.ranks
         masked = mode == "low_latency"
-        rounds = 1 if whole else setting.rounds(rows[1])
         even = self._experts(kernels, mean * k, masked, rounds)
         sending = receiving = Work()
-        busiest = rows[1] / setting.tensor_parallel
+        busiest = most / setting.tensor_parallel
         if masked and background and not whole and setting.ranks > 1:
             sending, receiving = kernels.copies(busiest * k, mean * k, rounds)
         transfer = self.links.transfer
@@ -70,11 +75,11 @@ class Loads(NamedTuple):
                 for tokens, s in ((busiest, EVEN), (mean, spread))
             )
             real = Transfer(own[0], others[0]), Transfer(others[1], own[1])
-            loads.append(Load(even, float(hot.seconds), sending, receiving, real, same, rounds))
+            loads.append(Load(even, float(hot.seconds), sending, receiving, real, same))
         return tuple(loads)
 
     def _experts(self, kernels: LayerKernels, rows: float, masked: bool, rounds: int) -> Work:
-        """`rows` of a rank in `rounds`, of which each reads the weights anew."""
+        """`rows` of a rank in `rounds`, each of which reads the weights anew."""
         whole = self.setting.experts == "tensor_parallel"
         slots = float(self.model.moe.slot_experts if whole else self.setting.slots_per_rank)
         products = kernels.experts(rows / rounds, slots, masked=masked)

@@ -282,6 +282,20 @@ def test_two_micro_batches_are_agreed_where_the_step_times_say_so():
     }
 
 
+def test_steps_are_costed_in_the_rounds_that_were_agreed():
+    where = plan({"unified": {"expert_parallel": 2, "dispatch": {"max_tokens": 8}}})
+    seen: list[tuple[int, int]] = []
+
+    class Watched(ExactTimes):
+        def step(self, shape: StepShape) -> StepCost:
+            seen.append((shape.rounds, int(shape.tokens_R.max())))
+            return super().step(shape)
+
+    run(where, requests(4, prompt=20, output=3), Watched())
+    assert max(seen)[0] > 1
+    assert all(rounds == max(1, -(-tokens // 8)) for rounds, tokens in seen)
+
+
 def test_scripts_and_arrivals_that_cannot_be_are_refused():
     where = plan(SPLIT)
     with pytest.raises(InputError, match="instance 'decode-1': the plan has prefill-0, decode-0"):
