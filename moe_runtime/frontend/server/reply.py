@@ -5,7 +5,7 @@ Plain ASGI, so that a chunk costs one `send` and nothing else.
 
 import asyncio
 import time
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -18,6 +18,7 @@ from moe_runtime.frontend.server.service import Running
 
 Log = MutableMapping[str, Any]
 CLIENT_GONE = 499
+LONG_SCORES = 1024  # prompt tokens with logprobs whose JSON is made in a thread
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
 
 
@@ -32,6 +33,8 @@ class Reply(Response):
         self._form = form
         self._stream = stream
         self._log = log
+        scored = [c for c in running.choices if c.live.request.sampling.prompt_logprobs >= 0]
+        self._long = sum(len(c.live.request.prompt) for c in scored) > LONG_SCORES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(self._watch(receive))
@@ -68,8 +71,9 @@ class Reply(Response):
         await _begin(send, 200, _EVENTS)
         body = form.opening(running.choices)
         while not gone.done():
-            for choice, piece in news:
-                body += form.chunk(choice, piece)
+            # With the first tokens come the prompts'.
+            long = self._long and any(not piece.first for _, piece in news)
+            body += await asyncio.to_thread(self._chunks, news) if long else self._chunks(news)
             if running.ended:
                 failure = running.failure
                 body += form.closing(running.choices) if failure is None else error_event(failure)
@@ -91,9 +95,14 @@ class Reply(Response):
         elif running.failure is not None:
             await self._send_error(running.failure, send)
         else:
-            body = self._form.body([(c, _whole(parts[c.index])) for c in running.choices])
+            outputs = [(c, _whole(parts[c.index])) for c in running.choices]
+            make = self._form.body
+            body = await asyncio.to_thread(make, outputs) if self._long else make(outputs)
             await _begin(send, 200, [(b"content-type", b"application/json"), _length(body)])
             await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _chunks(self, news: Sequence[tuple[Choice, News]]) -> bytes:
+        return b"".join(self._form.chunk(choice, piece) for choice, piece in news)
 
     async def _send_error(self, error: ApiError, send: Send) -> None:
         body = error.body

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 
 import httpx
@@ -10,7 +11,9 @@ import pytest
 from opentelemetry import trace
 
 from moe_runtime.engine.messages import Logprobs
+from moe_runtime.frontend.openai.forms import CompletionForm
 from moe_runtime.frontend.openai.logprobs import LogprobFormat
+from moe_runtime.frontend.server import reply
 from moe_runtime.frontend.server.lifecycle import finish
 from moe_runtime.frontend.text.vocabulary import Vocabulary
 from moe_runtime.spec.requests import Structure
@@ -327,8 +330,20 @@ def rest_of(listed) -> list[tuple[dict, float]]:
     return list(zip(listed.top_logprobs, listed.token_logprobs, strict=True))[1:]
 
 
+@pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
-def test_streamed_echoes_are_the_whole_ones(model, max_tokens):
+def test_streamed_echoes_are_the_whole_ones(model, max_tokens, long, monkeypatch):
+    """Long ones are written by a thread."""
+    written = set()
+    chunk = CompletionForm.chunk
+
+    def watched(*args):
+        written.add(threading.current_thread() is threading.main_thread())
+        return chunk(*args)
+
+    monkeypatch.setattr(CompletionForm, "chunk", watched)
+    monkeypatch.setattr(reply, "LONG_SCORES", 3 if long else 1000)
+
     async def story(server: StubServer, client):
         server.backend.outputs = ["xyz"]
         asked = {**EVALUATED, "prompt": ["a漢b", "hello"], "max_tokens": max_tokens, "n": 2}
@@ -348,6 +363,7 @@ def test_streamed_echoes_are_the_whole_ones(model, max_tokens):
         for one, found in zip(whole.choices, lists, strict=True):
             p = one.logprobs
             assert found == [p.tokens, p.token_logprobs, p.top_logprobs, p.text_offset]
+        assert (False in written) == long
 
     talk(model, story)
 
