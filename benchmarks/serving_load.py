@@ -24,247 +24,44 @@ so that neither the mix of lengths nor a drift of the machine favours one of the
 
 import argparse
 import asyncio
-import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
 
-import numpy as np
-import yaml
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
 
-from moe_runtime.frontend.http_client import HttpFailure, Server, request
-from moe_runtime.frontend.http_replay import Instances, replay_http
-from moe_runtime.frontend.prompts import trace_prompts, usable_ids
-from moe_runtime.frontend.replay import Arrival
-from moe_runtime.frontend.scrape import Scraper
-from moe_runtime.frontend.trace import TraceRequest, read_trace
-from moe_runtime.models.families.registry import read_spec
-from moe_runtime.report.machine import read_commit, read_machine
-from moe_runtime.report.outcomes import outcome
-from moe_runtime.report.records import RequestRecord
-from moe_runtime.spec.requests import SamplingParams
+from benchmarks.loaded_server import (  # noqa: E402
+    PATIENT_MS,
+    SEQUENCES,
+    Bench,
+    CpuUse,
+    closed_loop,
+    gaps_ms,
+    good,
+    percentiles,
+    replay,
+    sharing,
+)
+from moe_runtime.frontend.http_client import Server  # noqa: E402
+from moe_runtime.frontend.prompts import trace_prompts, usable_ids  # noqa: E402
+from moe_runtime.frontend.replay import Arrival  # noqa: E402
+from moe_runtime.frontend.scrape import Scraper  # noqa: E402
+from moe_runtime.frontend.trace import read_trace  # noqa: E402
+from moe_runtime.models.families.registry import read_spec  # noqa: E402
+from moe_runtime.report.machine import read_commit, read_machine  # noqa: E402
+from moe_runtime.report.outcomes import outcome  # noqa: E402
+from moe_runtime.spec.requests import SamplingParams  # noqa: E402
 
-PORT = 18431
-SEQUENCES = 8
 SHED, SATURATED_PASSES = 0.25, 2
-PATIENT_MS = 1e6  # an objective with which nothing is refused
 LOADS = (0.5, 1.0, 2.0, 4.0)
 STREAMS = 8
 LONG_PROMPT, LONG_PROMPTS = 1024, 6
 STALL_SHARE = 0.75  # the chunk budget of the stall phase aims at this part of the time per token
-READY_SECONDS = 180
-NAMES = Instances(prefill="unified-0", decode="unified-0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bench:
-    """What all phases have in common. `requests` are those of the trace, scaled, with their prompts."""
-
-    checkpoint: Path
-    folder: Path
-    out: IO[str]
-    seconds: float
-    rounds: int
-    ttft_ms: float
-    requests: Sequence[TraceRequest]
-    prompts: Sequence[list[int]]
-
-    def write(self, kind: str, **fields: Any) -> None:
-        line = {"kind": kind, **fields}
-        for stream in (self.out, sys.stdout):
-            stream.write(json.dumps(line) + "\n")
-            stream.flush()
-
-    @contextmanager
-    def server(
-        self, *, tpot_ms: float, ttft_ms: float = PATIENT_MS, prefix_cache: bool = True
-    ) -> Iterator[Server]:
-        """A server with these objectives, ready."""
-        plan = {
-            "model": {"path": str(self.checkpoint), "dtype": "float32"},
-            "deployments": {
-                "unified": {
-                    "expert_parallel": 2,
-                    "scheduler": {"max_sequences": SEQUENCES, "chunk_budget": "tpot"},
-                    "kv_cache": {"blocks": 2048, "prefix_cache": prefix_cache},
-                }
-            },
-            "server": {"port": PORT},
-            "slo": {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms},
-        }
-        path = self.folder / "plan.yaml"
-        path.write_text(yaml.safe_dump(plan))
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with (self.folder / "server.log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "moe_runtime", "serve", str(path)], env=env, stdout=log, stderr=log
-            )
-            try:
-                server = Server.of(f"http://127.0.0.1:{PORT}")
-                asyncio.run(_ready(server, process, Path(log.name)))
-                yield server
-            finally:
-                process.terminate()
-                process.wait(60)
-
-    def arrivals(self, rate: float, seconds: float, every: int = 1) -> list[Arrival]:
-        """Requests of the trace at its own times, so stretched that `rate` come per second.
-
-        Of `every` consecutive ones, the first.
-        """
-        count = min(len(self.requests) // every, max(8, round(rate * seconds)))
-        at = spread([r.arrival for r in self.requests[: count * every]])[::every]
-        stretch = count / rate / max(at[-1], 1e-9)
-        return [self.arrival(i * every, at[i] * stretch) for i in range(count)]
-
-    def arrival(self, i: int, at: float, output: int | None = None) -> Arrival:
-        """Request i of the trace, at another time; `output` tokens instead of its own."""
-        tokens = self.requests[i].output_length if output is None else output
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-        return Arrival(index=i, at=at, prompt=self.prompts[i], sampling=params)
-
-
-async def _ready(server: Server, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"the server ended:\n{log.read_text()}")
-        try:
-            async with request(server, "GET", "/ready") as answer:
-                if answer.status == 200:
-                    return
-        except HttpFailure:
-            pass
-        await asyncio.sleep(0.2)
-    raise RuntimeError(f"the server was not ready after {READY_SECONDS} s")
-
-
-@dataclass(frozen=True, slots=True)
-class CpuUse:
-    """CPU seconds used so far: by this process, by its children and theirs, by everything on the host."""
-
-    at: float
-    client: float
-    server: float
-    host: float
-
-    @classmethod
-    def now(cls) -> "CpuUse":
-        tick = os.sysconf("SC_CLK_TCK")
-        user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
-        return cls(
-            time.monotonic(),
-            time.process_time(),
-            sum(map(_ticks, _descendants(os.getpid()))) / tick,
-            (user + nice + system + irq + softirq) / tick,
-        )
-
-    def since(self, before: "CpuUse") -> dict[str, float]:
-        """Cores in use on average since then."""
-        seconds = self.at - before.at
-        client, server = self.client - before.client, self.server - before.server
-        others = max(0.0, self.host - before.host - client - server)
-        used = {"client": client, "server": server, "others": others}
-        return {name: round(value / seconds, 3) for name, value in used.items()}
-
-
-def _descendants(pid: int) -> Iterator[int]:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            yield child
-            yield from _descendants(child)
-
-
-def _ticks(pid: int) -> int:
-    """User and system time of a process."""
-    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
-
-
-def spread(times: Sequence[float]) -> list[float]:
-    """Equal times spread evenly until the next other one: traces are often rounded to seconds."""
-    values, first, counts = np.unique(np.asarray(times), return_index=True, return_counts=True)
-    gaps = np.append(np.diff(values), np.diff(values).mean() if len(values) > 1 else 1.0)
-    out = np.empty(len(times))
-    for value, start, count, gap in zip(values, first, counts, gaps, strict=True):
-        out[start : start + count] = value + gap * np.arange(count) / count
-    return out.tolist()
-
-
-def sharing(requests: Sequence[TraceRequest]) -> list[int]:
-    """Requests whose first half, two blocks at least, also begins an earlier one, each group after the
-    one it follows from: what a server sees that has run the trace for long, in little time.
-    """
-    first: dict[tuple[int, int], int] = {}  # (node of the prefix, next block) -> node; 0 is the empty prefix
-    owner: dict[int, int] = {}
-    groups: dict[int, list[int]] = {}
-    for i, r in enumerate(requests):
-        node, path = 0, []
-        for block in r.hash_ids:
-            node = first.setdefault((node, block), len(first) + 1)
-            path.append(node)
-        depth = max(2, len(path) // 2)
-        root = owner.get(path[depth - 1], i) if len(path) >= depth else i
-        groups.setdefault(root, []).append(i)
-        for node in path:
-            owner.setdefault(node, root)
-    return [i for group in groups.values() if len(group) > 1 for i in group]
-
-
-def replay(server: Server, arrivals: Sequence[Arrival], model: str) -> list[RequestRecord]:
-    return asyncio.run(replay_http(server, arrivals, model=model, instances=NAMES))
-
-
-def closed_loop(
-    bench: Bench, server: Server, indices: Sequence[int], *, clients: int, seconds: float, output: int | None
-) -> tuple[list[RequestRecord], float]:
-    """So many clients, each of which sends the next request when it has its answer; (records, seconds)."""
-    model, records, pending = bench.checkpoint.name, [], iter(indices)
-
-    async def client(end: float) -> None:
-        for i in pending:
-            arrival = bench.arrival(i, 0.0, output)
-            (record,) = await replay_http(server, [arrival], model=model, instances=NAMES)
-            records.append(record)
-            if time.monotonic() > end:
-                return
-            if not outcome(record).finished:
-                await asyncio.sleep(1.0)  # told to come back later
-
-    async def all_clients() -> float:
-        start = time.monotonic()
-        await asyncio.gather(*(client(start + seconds) for _ in range(clients)))
-        return time.monotonic() - start
-
-    taken = asyncio.run(all_clients())
-    return records, taken
-
-
-def good(records: Sequence[RequestRecord], ttft_ms: float, tpot_ms: float) -> int:
-    """Requests that finished and met both objectives."""
-    return sum(
-        r.finished and r.ttft * 1e3 <= ttft_ms and (r.tpot or 0.0) * 1e3 <= tpot_ms
-        for r in map(outcome, records)
-    )
-
-
-def gaps_ms(records: Sequence[RequestRecord]) -> np.ndarray:
-    """Gaps between consecutive tokens of finished requests."""
-    found = [np.diff(np.asarray(r.token_times)) for r in records if outcome(r).finished]
-    return 1e3 * np.concatenate(found) if found else np.zeros(0)
-
-
-def percentiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    if not len(values):
-        return {}
-    return {f"p{p}": round(float(np.percentile(values, p)), 2) for p in (50, 90, 99)}
 
 
 def streams(bench: Bench, length: int) -> list[Arrival]:
@@ -275,7 +72,7 @@ def streams(bench: Bench, length: int) -> list[Arrival]:
 
 def measure_step(bench: Bench) -> float:
     """Milliseconds between tokens of 8 streams with nothing else to do."""
-    with bench.server(tpot_ms=1e6) as server:
+    with bench.server(tpot_ms=PATIENT_MS) as server:
         replay(server, streams(bench, 8), bench.checkpoint.name)
         records = replay(server, streams(bench, 64), bench.checkpoint.name)
     alone = percentiles(gaps_ms(records))
@@ -399,7 +196,7 @@ def measure_prefix(bench: Bench) -> float:
     indices = sharing(bench.requests)
     rates = {}
     for cache in (False, True):
-        with bench.server(tpot_ms=1e6, prefix_cache=cache) as server:
+        with bench.server(tpot_ms=PATIENT_MS, prefix_cache=cache) as server:
             closed_loop(bench, server, [0, 1], clients=2, seconds=0.0, output=1)
             records, taken = closed_loop(
                 bench, server, indices, clients=SEQUENCES, seconds=bench.seconds, output=1

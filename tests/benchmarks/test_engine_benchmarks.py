@@ -3,7 +3,6 @@
 How fast it was is not looked at here: other processes run beside tests.
 """
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,17 +11,14 @@ from types import ModuleType
 
 import pytest
 
+from tests.script import load_script
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def load(name: str) -> ModuleType:
     """A benchmark as a module."""
-    specification = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_script(f"benchmarks/{name}.py")
 
 
 @pytest.mark.multiproc

@@ -1,6 +1,5 @@
 """benchmarks/gpu/overlap: without a GPU it says so; what it compares is right on the CPU."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -11,18 +10,14 @@ import pytest
 import torch
 
 from moe_runtime.checkpoint.make import make_checkpoint
+from tests.script import load_script
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("gpu_overlap", FOLDER / "overlap.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/gpu/overlap.py")
 
 
 def test_without_a_gpu_it_says_so():

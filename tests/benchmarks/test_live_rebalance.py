@@ -1,6 +1,5 @@
 """benchmarks/live_rebalance.py: loads as skewed as the file's, and figures that follow from the rows."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from tests.script import load_script
 from tests.spec.model_specs import SMALL_DEEPSEEK
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "live_rebalance.py"
@@ -17,13 +17,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "live_rebalance.py
 
 @pytest.fixture(scope="module")
 def benchmark() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("live_rebalance", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["live_rebalance"] = module
-    specification.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/live_rebalance.py")
 
 
 @pytest.fixture

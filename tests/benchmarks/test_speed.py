@@ -1,8 +1,6 @@
 """The arithmetic of benchmarks/speed.py, and that what it writes is what the runtime reads."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,20 +10,12 @@ import pytest
 from moe_runtime.frontend.trace import read_trace
 from moe_runtime.plan.load import load_plan
 from moe_runtime.report.schema import RequestRow
-
-PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "speed.py"
+from tests.script import load_script
 
 
 @pytest.fixture(scope="module")
 def speed():
-    specification = importlib.util.spec_from_file_location("benchmark_speed", PATH)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["benchmark_speed"] = module
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules["benchmark_speed"]
+    return load_script("benchmarks/speed.py")
 
 
 def log(speed, phase, *, seconds=4.0):

@@ -1,8 +1,5 @@
 """What the look at a report's page checks without a browser, and what it says where there is none."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
 from moe_runtime.report.build import build_report
@@ -10,18 +7,12 @@ from moe_runtime.report.html.figures import Run
 from moe_runtime.report.html.page import render_page
 from tests.report.conftest import Make
 from tests.report.html.page_reader import read
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "look_at_report.py"
+from tests.script import load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    specification = importlib.util.spec_from_file_location("look_at_report", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_script("scripts/look_at_report.py")
 
 
 def test_figures_are_compared_with_the_report(script):

@@ -1,6 +1,5 @@
 """The picture of a timeline: which steps it shows, what lies where in it, and that it is one."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,20 +9,12 @@ import pytest
 
 from moe_runtime.report.records import PHASES
 from moe_runtime.report.timeline import RankTimeline, Span, write_timeline
-
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "timeline_png.py"
+from tests.script import ROOT, load_script
 
 
 @pytest.fixture(scope="module")
 def script():
-    specification = importlib.util.spec_from_file_location("timeline_png", SCRIPT)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["timeline_png"] = module
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules["timeline_png"]
+    return load_script("scripts/timeline_png.py")
 
 
 def step(number: int, at: float) -> list[Span]:
@@ -83,7 +74,7 @@ def test_all_phases_have_a_colour(script):
 
 def test_it_writes_a_picture_with_the_colours_of_the_phases(script, trace, tmp_path):
     done = subprocess.run(
-        [sys.executable, SCRIPT, trace, tmp_path / "t.png", "--steps", "3"],
+        [sys.executable, ROOT / "scripts" / "timeline_png.py", trace, tmp_path / "t.png", "--steps", "3"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -23,6 +23,7 @@ from tests.expert_parallel.deepep.deepep_ranks import batch, build, exchange, ru
 from tests.expert_parallel.deepep.double.buffer import DoubleBuffer
 from tests.expert_parallel.deepep.double.elastic import DoubleElasticBuffer
 from tests.expert_parallel.deepep.double.events import DoubleEvent
+from tests.script import load_script
 
 HERE = Path(__file__).parent
 SCRIPT = HERE.parents[2] / "scripts" / "deepep_signatures.py"
@@ -228,13 +229,7 @@ def test_an_installed_package_is_taken_as_it_is(package):
 
 
 def test_the_script_reads_positions_kinds_and_defaults():
-    spec = util.spec_from_file_location(
-        "deepep_signatures", HERE.parents[2] / "scripts" / "deepep_signatures.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_script("scripts/deepep_signatures.py")
     source = (
         "class A:\n"
         "  def f(self, a, /, b=1, *, c: int = None): ...\n"

@@ -1,9 +1,7 @@
-"""The arithmetic of benchmarks/serving_load.py: arrivals, shared prefixes, what counts as good."""
+"""The arithmetic of benchmarks/loaded_server.py: arrivals, shared prefixes, what counts as good."""
 
-import importlib.util
 import io
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -11,20 +9,12 @@ import pytest
 
 from moe_runtime.frontend.trace import read_trace
 from moe_runtime.report.records import RequestRecord
-
-PATH = Path(__file__).resolve().parents[2] / "benchmarks" / "serving_load.py"
+from tests.script import load_script
 
 
 @pytest.fixture(scope="module")
 def load():
-    specification = importlib.util.spec_from_file_location("benchmark_serving_load", PATH)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["benchmark_serving_load"] = module
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules["benchmark_serving_load"]
+    return load_script("benchmarks/loaded_server.py")
 
 
 def bench(load, tmp_path: Path, times: list[int], hash_ids: list[list[int]] | None = None):
@@ -109,3 +99,10 @@ def test_cores_in_use_are_told_apart(load):
     assert cores["client"] > 0.01
     assert cores["server"] == 0.0, "this process has no children that work"
     assert cores["others"] >= 0.0
+
+
+def test_the_script_that_loads_it_has_three_phases(capsys):
+    with pytest.raises(SystemExit) as ended:
+        load_script("benchmarks/serving_load.py").main(["--help"])
+    assert ended.value.code == 0
+    assert "{loads,stall,prefix}" in capsys.readouterr().out
