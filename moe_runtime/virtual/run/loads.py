@@ -15,13 +15,12 @@ from moe_runtime.report.balance import over_mean
 from moe_runtime.report.records import F64
 from moe_runtime.report.schema_time import RankLoads
 from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.common import LIKE_RECORDED
 from moe_runtime.virtual.cost.balance import Balance, Drift, draw_balance, layer_balancedness
 from moe_runtime.virtual.cost.loads import deepseek_v3, is_recorded, power_law, with_balancedness
 
 RECORDED, UNIFORM, POWER, TARGET = "recorded", "uniform", "power", "balancedness"
 FORMS = f"{RECORDED}, {UNIFORM}, {POWER}:EXPONENT or {TARGET}:X"
-# Experts in order on 32 ranks are as uneven under a power law of this exponent as under DeepSeek-V3's loads.
-LIKE_RECORDED = 0.63
 CURVE = 64  # batch sizes at which the balancedness of a step is looked up
 
 
@@ -94,6 +93,7 @@ class Assumed:
     top_k                experts, shared ones in slots included, of a token
     ranks_per_node       of an instance
     tokens_per_sequence  that one sequence has in a step
+    tokens_of_sequence   and in all its steps together
     """
 
     load_LE: F64
@@ -104,6 +104,7 @@ class Assumed:
     ranks_per_node: int
     drift: Drift
     tokens_per_sequence: float
+    tokens_of_sequence: float = 1.0
     seed: int = 0
 
 

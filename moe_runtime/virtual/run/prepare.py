@@ -12,8 +12,9 @@ from moe_runtime.placement.placement import Placement
 from moe_runtime.plan.effective import EffectiveDeployment, EffectivePlan
 from moe_runtime.spec.bytes import replicated_weight_bytes, slot_bytes
 from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.common import require_rates
 from moe_runtime.virtual.cost.balance import Drift
-from moe_runtime.virtual.cost.constants import constants
+from moe_runtime.virtual.cost.constants import Machine, constants
 from moe_runtime.virtual.cost.from_plan import plan_setting
 from moe_runtime.virtual.cost.loads import is_recorded
 from moe_runtime.virtual.cost.model import CostModel
@@ -60,7 +61,7 @@ def prepare(
 
     Raises InputError for a machine without constants, loads that are not recorded, sizes that cannot be.
     """
-    _require_rates(plan.cluster.hardware, plan.model.dtype, model)
+    require_rates(_machine(plan.cluster.hardware), model, plan.model.dtype, where="model.dtype")
     return {d.name: _prepare(plan, model, d, placements[d.name], workload, choice) for d in plan.deployments}
 
 
@@ -76,18 +77,15 @@ def assumptions(choice: LoadChoice, model: ModelSpec, weights: str) -> tuple[str
     return tuple(notes)
 
 
-def _require_rates(hardware: str, dtype: str, model: ModelSpec) -> None:
-    """InputError for a machine the cost model does not know, or which has no rate for the model's dtypes."""
+def _machine(hardware: str) -> Machine:
+    """InputError for one that the cost model does not know."""
     machines = constants().machines
     if hardware not in machines:
         raise InputError(
             f"cluster.hardware is {hardware!r}, of which the cost model knows nothing;"
             f" it knows {', '.join(machines)}"
         )
-    rates = machines[hardware].hardware.flops
-    for needed in (dtype, model.weight_dtype(dtype)):
-        if needed not in rates:
-            raise InputError(f"model.dtype: {hardware} has no rate for {needed}: one of {', '.join(rates)}")
+    return machines[hardware]
 
 
 def _prepare(
@@ -109,6 +107,7 @@ def _prepare(
         ranks_per_node=setting.ranks_per_node,
         drift=Drift(common=fitted.drift_common, sequence=fitted.drift_sequence),
         tokens_per_sequence=_tokens_per_sequence(deployment, workload),
+        tokens_of_sequence=_tokens_of_sequence(deployment, workload),
     )
     loads, dtype = DeploymentLoads(assumed), plan.model.dtype
     everywhere = slot_bytes(served, dtype)
@@ -130,3 +129,9 @@ def _tokens_per_sequence(deployment: EffectiveDeployment, workload: Workload) ->
     if deployment.name == "decode":
         return 1.0
     return max(1.0, (workload.prompt + workload.output) / (chunks + workload.output))
+
+
+def _tokens_of_sequence(deployment: EffectiveDeployment, workload: Workload) -> float:
+    """Rows of a request in all its steps."""
+    rows = workload.prompt * (deployment.name != "decode") + workload.output * (deployment.name != "prefill")
+    return max(1.0, rows)

@@ -1,11 +1,12 @@
 """Window: what the ranks of an instance would have counted: the rows of its steps times the expert loads.
 
-Owns the noise of counting: loads stray from step to step as the cost model draws them, and tokens choose at
-random. Seeded. L MoE layers, E experts.
+Owns the noise of counting. Loads stray as the cost model has it (`cost.balance.Drift`): what all sequences
+share is new in every step, what a sequence adds stays with it, and tokens choose at random. Seeded. L MoE
+layers, E experts.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -87,11 +88,12 @@ class WindowCounter:
         self._tokens = 0.0
 
     def _noisy(self, mean_LE: F64) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-        """Strays of steps are independent, so those of a window are smaller by the root of their number."""
-        if not self._steps or not mean_LE.any():
+        if not mean_LE.any():
             return np.zeros(mean_LE.shape, np.int64)
-        sequences = self._all_tokens / self._steps / self.assumed.tokens_per_sequence
-        strays = self.assumed.drift.of(sequences) / math.sqrt(self._steps)
+        a, tokens = self.assumed, self._all_tokens
+        at_once = tokens / self._steps / a.tokens_per_sequence
+        drift = replace(a.drift, common=a.drift.common / math.sqrt(self._steps))
+        strays = drift.of(max(at_once, tokens / a.tokens_of_sequence))
         noisy_LE = mean_LE * np.exp(strays * self.random.standard_normal(mean_LE.shape))
         noisy_LE *= mean_LE.sum(axis=1, keepdims=True) / noisy_LE.sum(axis=1, keepdims=True)
         return self.random.poisson(noisy_LE)

@@ -13,6 +13,7 @@ import numpy as np
 from moe_runtime.errors import InputError
 from moe_runtime.spec.hardware import Hardware
 from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.common import require_rates
 from moe_runtime.virtual.cost.constants import Constants, Machine
 
 MOST_NODES = 128
@@ -102,7 +103,7 @@ class Query:
 
 def checked(query: Query) -> Query:
     """The query itself. InputError naming what cannot be."""
-    _require_rates(query)
+    require_rates(query.machine, query.model, query.model.dtype, where=f"--model {query.name}")
     if not 1 <= query.nodes <= MOST_NODES:
         raise InputError(f"--nodes is {query.nodes}, must be from 1 to {MOST_NODES}")
     work = query.workload
@@ -115,17 +116,6 @@ def checked(query: Query) -> Query:
             f" {query.model.max_positions}"
         )
     return query
-
-
-def _require_rates(query: Query) -> None:
-    """InputError for a machine that is not known, or has no rate for a dtype of the model."""
-    rates, model = query.machine.hardware.flops, query.model
-    for dtype in (model.dtype, model.weight_dtype(model.dtype)):
-        if dtype not in rates:
-            raise InputError(
-                f"--model {query.name}: {query.hardware} has no rate for its {dtype};"
-                f" it has {', '.join(rates)}"
-            )
 
 
 def parse_workload(text: str) -> Workload:

@@ -9,17 +9,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_runtime.placement.placement import linear
 from moe_runtime.spec.model import ModelSpec
+from moe_runtime.virtual.common import LIKE_RECORDED
 from moe_runtime.virtual.cost.balance import EVEN_BALANCE, Balance, Drift, draw_balance
 from moe_runtime.virtual.cost.constants import FittedFactors
-from moe_runtime.virtual.cost.loads import deepseek_v3, is_recorded, place, with_balancedness
+from moe_runtime.virtual.cost.loads import deepseek_v3, is_recorded, place, power_law
 
 Role = Literal["prefill", "decode"]
 STRIDE = 3
 DRAWS = 4
 SYNTHETIC_LAYERS = 16
-EXPERTS_OF_A_RANK = 8  # where the unevenness of synthetic loads is matched
 
 
 class _Placed(NamedTuple):
@@ -77,15 +76,10 @@ class Skews:
 
     def _load(self, role: Role) -> NDArray[np.float64]:
         if role not in self._loads:
-            load_LE = deepseek_v3(role)
             experts = self._model.moe.num_experts
-            self._loads[role] = load_LE[::STRIDE] if self.recorded else _as_uneven(load_LE, experts)
+            self._loads[role] = (
+                deepseek_v3(role)[::STRIDE]
+                if self.recorded
+                else power_law(SYNTHETIC_LAYERS, experts, LIKE_RECORDED)
+            )
         return self._loads[role]
-
-
-def _as_uneven(load_LE: NDArray[np.float64], experts: int) -> NDArray[np.float64]:
-    """A power law over `experts` experts: in order as unbalanced as these, with as many experts a rank."""
-    L, E = load_LE.shape
-    load_LR = linear(num_layers=L, num_experts=E, num_ranks=E // EXPERTS_OF_A_RANK).rank_load(load_LE)
-    target = float((load_LR.mean(axis=1) / load_LR.max(axis=1)).mean())
-    return with_balancedness(SYNTHETIC_LAYERS, experts, max(2, experts // EXPERTS_OF_A_RANK), target)

@@ -44,8 +44,9 @@ def facts_of(plan) -> RunFacts:
     )
 
 
-def simulated(plan, arrivals, scripted=(), choice=SKEWED):
+def simulated(plan, arrivals, scripted=(), choice=SKEWED, change=lambda prepared: prepared):
     prepared = prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), choice)
+    prepared = {name: change(p) for name, p in prepared.items()}
     heard: list[None] = []
     done = run_simulation(
         plan, MODEL, prepared, arrivals, scripted=scripted, on_request=lambda: heard.append(None)

@@ -85,7 +85,7 @@ def test_queries_that_cannot_be_are_named():
 
 def test_a_dtype_that_a_machine_has_no_rate_for_is_named():
     asked = query("qwen3-30b")
-    with pytest.raises(InputError, match="--model catalog:qwen3-30b: .* has no rate for its float32"):
+    with pytest.raises(InputError, match="--model catalog:qwen3-30b: .* has no rate for float32"):
         checked(replace(asked, model=replace(asked.model, dtype="float32")))
 
 
