@@ -103,11 +103,13 @@ async def served(launch: InProcess, known: Sequence[Known], max_tokens: int, cou
 @pytest.mark.parametrize("name", DEPLOYMENTS)
 def test_prompts_are_scored_once_and_as_by_transformers(tmp_path, checkpoint, known, name):
     """Cold and warm; with no token and some to follow."""
-    known = known[:3] if name == "token by token" else known
+    rounds = ((0, 2), (8, 20))
+    if name == "token by token":
+        known, rounds = known[:3], ((0, 2), (1, 0))
 
     async def work() -> None:
         async with running(engines, bootstrap) as launch:
-            for max_tokens, count in ((0, 2), (8, 20)):
+            for max_tokens, count in rounds:
                 for live, one in zip(await served(launch, known, max_tokens, count), known, strict=True):
                     assert (live.finish_reason, live.error) == (FinishReason.LENGTH, None)
                     assert live.token_ids == one.tokens[:max_tokens]
@@ -124,7 +126,7 @@ def test_prompts_are_scored_once_and_as_by_transformers(tmp_path, checkpoint, kn
             await launch.until(launch.at_baseline, 5, "everything back")
             totals = [e.desk.tally.totals() for e in engines.values()]
             assert any(t.preemptions for t in totals) == ("preempted" in name)
-            assert sum(t.output_tokens for t in totals) == len(known) * 8 + 1
+            assert sum(t.output_tokens for t in totals) == len(known) * rounds[-1][0] + 1
 
     with ranks(tmp_path, checkpoint, DEPLOYMENTS[name]) as (engines, bootstrap):
         asyncio.run(work())

@@ -66,7 +66,7 @@ def wanted(prompts: list[list[int]]) -> Counter[tuple[tuple[int, ...], int]]:
     return Counter((tuple(p[:i]), p[i]) for p in prompts for i in range(1, len(p)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
     depth=st.integers(0, 1),
