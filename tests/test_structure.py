@@ -31,6 +31,7 @@ CONTROL = (
     "transfer.leases",
     "frontend.router",
     "frontend.admission",
+    "frontend.busy_rate",
     "frontend.board",
     "frontend.advice",
 )
@@ -50,7 +51,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "transfer.handoff": (),
     "transfer": ("transfer", "spec", *COMMON),
     "frontend.router": ("engine.promises", "spec", "errors"),
-    "frontend.admission": (),
+    "frontend.busy_rate": (),
+    "frontend.admission": ("frontend.busy_rate",),
     "frontend.board": ("engine.messages",),
     "frontend.advice": ("frontend.board",),
     "kernels": ("kernels",),

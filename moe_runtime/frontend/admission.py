@@ -8,14 +8,13 @@ once when it would have to wait longer than is useful, so what is let in still m
 """
 
 import heapq
-from collections import deque
 from dataclasses import dataclass
 from enum import IntEnum
 
-RATE_SECONDS = 10.0
+from moe_runtime.frontend.busy_rate import BusyRate
+
 # What is expected errs, the more the less there is to learn from: so much of the objective may be used up.
 PLANNED_SHARE = 0.8
-LEAST_BUSY = 0.25
 LONGEST_RETRY = 60.0
 _OUTPUT_WEIGHT = 0.05
 
@@ -136,9 +135,7 @@ class Admission:
         self.missing: tuple[str, ...] = ()
         self._entries: dict[int, _Entry] = {}
         self._order = 0
-        self._starts: deque[tuple[float, float]] = deque()
-        self._busy = self._busy_at = 0.0
-        self._num_waiting = 0
+        self._rate = BusyRate(limits.prompt_ranks)
         self._mean_output: float | None = None
 
     @property
@@ -147,7 +144,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return self._rate.waiting
 
     @property
     def tokens(self) -> int:
@@ -198,8 +195,7 @@ class Admission:
             )
         for victim in displaced:
             self._remove(victim, now)
-        self._advance(now)
-        self._num_waiting += 1
+        self._rate.arrive(now)
         self._entries[request] = entry
         self._order += 1
         return Verdict(status=Answer.ADMIT, displaced=displaced)
@@ -220,10 +216,8 @@ class Admission:
         entry = self._entries.get(request)
         if entry is None or not entry.waiting:
             return
-        self._advance(now)
-        self._num_waiting -= 1
         entry.waiting = False
-        self._starts.append((self._busy, self._cost(entry)))
+        self._rate.start(now, self._cost(entry))
 
     def finished(self, request: int, now: float, *, output_tokens: int | None = None) -> None:
         """A request ended, for whatever reason; `output_tokens` of those that ended well."""
@@ -244,9 +238,9 @@ class Admission:
     def expected_wait(self, priority: int, now: float) -> float:
         """Seconds until a rank would turn to a request that came now.
 
-        That rank is the one with the least work ahead, if what waits is dealt out in order. Work is
-        done at the rate of the last `RATE_SECONDS` of busy time: a capacity, not the load that happened
-        to be there. Where nothing was measured yet, a request may expect what others have waited already.
+        That rank is the one with the least work ahead, if what waits is dealt out in order. Work is done
+        at the rate of busy ranks: a capacity, not the load that happened to be there. Where nothing was
+        measured yet, a request may expect what others have waited already.
         """
         ahead = sorted(
             (e.priority, e.order, self._cost(e), e.arrived)
@@ -258,7 +252,7 @@ class Admission:
             heapq.heapreplace(ranks, ranks[0] + cost)
         if not ranks[0]:
             return 0.0
-        rate = self._rate(now) / len(ranks)
+        rate = self._rate.per_second(now) / len(ranks)
         return ranks[0] / rate if rate > 0 else now - min(arrived for *_, arrived in ahead)
 
     # -- inside -------------------------------------------------------------------------------
@@ -271,7 +265,7 @@ class Admission:
         if not wait:
             return 0.0
         limit = float("inf") if timeout is None else timeout
-        rate = self._rate(now) / self.limits.prompt_ranks
+        rate = self._rate.per_second(now) / self.limits.prompt_ranks
         own = self._cost(entry) / rate if rate > 0 else 0.0
         return max(
             wait - min(self.limits.max_wait, limit), wait + own - min(self.limits.max_first_token, limit)
@@ -314,30 +308,14 @@ class Admission:
         return tuple(victims) if requests <= 0 and tokens <= 0 else None
 
     def _remove(self, request: int, now: float) -> None:
-        self._advance(now)
         entry = self._entries.pop(request, None)
         if entry is not None and entry.waiting:
-            self._num_waiting -= 1
-
-    def _advance(self, now: float) -> None:
-        """Move the busy clock: it runs at the fraction of the ranks that have something waiting for them."""
-        ranks = self.limits.prompt_ranks
-        self._busy += max(0.0, now - self._busy_at) * min(self._num_waiting, ranks) / ranks
-        self._busy_at = max(now, self._busy_at)
+            self._rate.leave(now)
 
     def _cost(self, entry: _Entry) -> float:
         """Tokens a request really takes: few use the whole of their max_tokens."""
         mean = self._mean_output
         return entry.prompt + (entry.max_tokens if mean is None else min(entry.max_tokens, mean))
-
-    def _rate(self, now: float) -> float:
-        """Tokens of requests that started per busy second of all ranks; 0 until that is known."""
-        self._advance(now)
-        begin = max(0.0, self._busy - RATE_SECONDS)
-        while self._starts and self._starts[0][0] < begin:
-            self._starts.popleft()
-        seconds = self._busy - begin
-        return sum(cost for _, cost in self._starts) / seconds if seconds > LEAST_BUSY else 0.0
 
 
 def _too_late(wait: float, late: float) -> Verdict:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from moe_runtime.frontend.admission import (
     LONGEST_RETRY,
-    RATE_SECONDS,
     Admission,
     AdmissionLimits,
     Answer,
     derive_limits,
 )
+from moe_runtime.frontend.busy_rate import RATE_SECONDS
 
 
 def limits(**changes) -> AdmissionLimits:
