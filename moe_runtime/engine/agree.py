@@ -74,6 +74,8 @@ class StepProposal:
     prefill_tokens  prompt tokens that could run at once
     in_flight       steps launched and not yet committed (pipeline depth 1)
     stop            this rank was told to shut down and has nothing left to do
+    alive           the ranks that this one counts on, and in `membership_epoch` how often that has changed:
+                    always all of them so far, as an instance ends with the first of its ranks (PeerLost)
     overlap_gain    microseconds this rank expects to save with two micro-batches; may be negative
     chunk_tokens    prefill rows after which a step would take too long, as far as this rank can tell;
                     None: no opinion
@@ -188,6 +190,7 @@ class StepDecision:
     rounds         dispatch rounds of each MoE layer, of at most `round_tokens` rows per rank
     micro_batches  1 or 2, and why
     move           what to do with experts on the move before anything else
+    alive          ranks that every rank counts on
     """
 
     kind: StepKind
@@ -216,7 +219,7 @@ def step_tokens(proposal: StepProposal, level: int, chunk_tokens: int) -> int:
 
 
 def agree(proposals: Sequence[StepProposal], limits: AgreeLimits) -> StepDecision:
-    """The decision that follows from the proposals of all live ranks, in rank order."""
+    """The decision that follows from the proposals of all ranks, in their order."""
     alive = _alive(proposals)
     # Placements change by agreement alone, so all ranks have the same.
     epoch, move = min(p.placement_epoch for p in proposals), _move(proposals)

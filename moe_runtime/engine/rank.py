@@ -41,7 +41,7 @@ POISON = 1e30  # finite, so that a masked position times zero stays zero
 
 @dataclass(slots=True)
 class RankEngine:
-    """One rank. `alive` has one flag per rank of the instance; `poison` overwrites freed KV (tests)."""
+    """One rank. `poison` overwrites freed KV (tests)."""
 
     desk: RequestDesk
     scheduler: Scheduler
