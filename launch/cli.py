@@ -157,7 +157,7 @@ def _simulate(p: argparse.ArgumentParser) -> None:
         help="expert loads: recorded, uniform, power:EXPONENT or balancedness:X; default: recorded where"
         " there are records",
     )
-    p.add_argument("--events", type=Path, metavar="E.yaml", help="slowdowns, failures, rebalances to act out")
+    p.add_argument("--events", type=Path, metavar="E.yaml", help="failures, load shifts and more to act out")
 
 
 def _trace(p: argparse.ArgumentParser) -> None:
