@@ -24,6 +24,7 @@ from moe_runtime.report.show import render, use_color
 from moe_runtime.spec.catalog import catalog_name
 from moe_runtime.virtual.cluster.requests import VirtualRequest
 from moe_runtime.virtual.run.loads import LoadChoice
+from moe_runtime.virtual.run.notes import script_notes
 from moe_runtime.virtual.run.prepare import Workload, assumptions, prepare
 from moe_runtime.virtual.run.script import Scripted, read_events
 from moe_runtime.virtual.run.simulation import Run, run_simulation
@@ -65,7 +66,9 @@ def _simulate(arguments: argparse.Namespace) -> Report:
         events=None if arguments.events is None else str(arguments.events),
         virtual_seconds=done.end,
     )
-    return _report(flight, options, done, simulation, assumptions(choice, flight.model, weights))
+    notes = assumptions(choice, flight.model, weights)
+    notes += script_notes(flight.effective, prepared, scripted)
+    return _report(flight, options, done, simulation, notes)
 
 
 def _report(

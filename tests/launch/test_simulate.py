@@ -82,11 +82,29 @@ def test_a_simulated_report(files, capsys):
     assert cli.run(["report", str(out)]) == 0
 
 
-def test_events_are_acted_out(files, tmp_path):
+def test_events_are_acted_out(files, tmp_path, capsys):
     events = tmp_path / "events.yaml"
-    events.write_text("events:\n- {failure: decode-0, at: 1.0}\n")
+    events.write_text(
+        "events:\n"
+        "- {failure: decode-0, at: 1.0, restart_after: 0.5}\n"
+        '- {load_shift: all, at: 2, to: "topic:1", mix: 0.5}\n'
+        "- {load_drift: decode, start: 2, end: 3, every: 0.5, noise: 0.1, correlation: 0.5}\n"
+        "- {rebalance: decode-0, at: 3.5}\n"
+    )
     assert call(files, "--events", events) == 0
     report = load_report(files[2])
+    told = "\n".join(report.warnings)
+    assert "decode-0 fails at 1 s and is started anew 0.5 s later; reading 18.5 GB of weights a rank" in told
+    assert "From 2 s on, expert loads of 50 % of the traffic of all deployments are those of topic:1." in told
+    assert "From 2 to 3 s, expert loads of decode stray by 0.1 every 0.5 s, with correlation 0.5." in told
+    balancing = report.deployments[1].balancing
+    assert balancing is not None
+    (moved,) = balancing.rebalances
+    assert (moved.instance, moved.reason, moved.outcome) == ("decode-0", "asked for", "done")
+    shown = capsys.readouterr().out.split("Experts that moved, or were shared anew")[1]
+    assert f"{moved.moves:,}" in shown
+    assert f"{moved.balancedness_before:.3f} -> {moved.balancedness_after:.3f}" in shown
+    assert "0 of 1 decisions: to leave experts where they are" in shown
     assert report.simulation is not None
     assert report.simulation.events == str(events)
     assert report.requests.failed > 0
@@ -126,6 +144,15 @@ def test_what_is_wrong_is_said_before_anything_runs(files, capsys, more, message
     assert out == ""
     assert message in err
     assert "Traceback" not in err
+    assert not files[2].exists()
+
+
+def test_loads_that_are_none_are_named_with_their_place(files, tmp_path, capsys):
+    events = tmp_path / "events.yaml"
+    events.write_text("events:\n- {load_shift: all, at: 1, to: rain}\n")
+    assert call(files, "--events", events) == 2
+    said = capsys.readouterr().err
+    assert f"{events}:2: events[0]: to is 'rain': must be start, topic:NUMBER" in said
     assert not files[2].exists()
 
 

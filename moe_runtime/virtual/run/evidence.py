@@ -114,7 +114,12 @@ class Simulated:
         transport = [
             sum(w.ranks * float(w.of(name).sum()) for w in windows) for name in ("communication", "exposed")
         ]
-        layers = self._layers(facts, windows)
+        layers, balancing = self._layers(facts, windows), self._balancing.get(facts.name, NO_BALANCING)
+        if balancing.late_windows > balancing.decisions:
+            gaps.warn(
+                f"{facts.name}: {balancing.late_windows} windows ended while the solver was at work, for"
+                f" {balancing.decisions} decisions: balancing.interval_tokens is short"
+            )
         return DeploymentTally(
             ranks=tuple(t for w in windows for t in w.rank_tallies()),
             steps=int(steps.sum()),
@@ -131,7 +136,7 @@ class Simulated:
             balancedness=layers,
             attribution=_attribution(windows, span, f"{path}.attribution", gaps),
             rank_loads=self._loads[facts.name].rank_loads(facts.instances[0]) if layers else None,
-            balancing=self._balancing.get(facts.name, NO_BALANCING),
+            balancing=balancing,
         )
 
     def timeline(self, facts: DeploymentFacts, whole: Span) -> Timeline | None:

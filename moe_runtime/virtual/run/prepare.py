@@ -45,6 +45,11 @@ class Prepared:
     weight_bytes: int
 
     @property
+    def read_seconds(self) -> float:
+        """To read a rank's weights over the network, each rank over its own link."""
+        return self.cost.links.bulk(self.weight_bytes)
+
+    @property
     def assumed(self) -> Assumed:
         """At the start."""
         return self.loads.assumed

@@ -137,16 +137,11 @@ def _events(
         if isinstance(event, FailureAt):
             down = None
             if event.restart_after is not None:
-                down = event.restart_after + read_seconds(prepared[deployment_of[event.instance]])
+                down = event.restart_after + prepared[deployment_of[event.instance]].read_seconds
             out.append(Failure(instance=event.instance, at=event.at, down=down))
         elif not isinstance(event, LoadShift | LoadDrift):
             out.append(event)
     return out
-
-
-def read_seconds(prepared: Prepared) -> float:
-    """To read a rank's weights, all ranks at once and each over its own link."""
-    return prepared.cost.links.bulk(prepared.weight_bytes)
 
 
 class _Heard(Collector):

@@ -7,7 +7,15 @@ import pytest
 
 from moe_runtime.report.build import build_report
 from moe_runtime.report.schema import Report
-from moe_runtime.report.schema_time import Attribution, RankLoads, Simulation, TimeShare, TimeUse
+from moe_runtime.report.schema_time import (
+    Attribution,
+    Balancing,
+    RankLoads,
+    Rebalance,
+    Simulation,
+    TimeShare,
+    TimeUse,
+)
 
 
 @pytest.fixture(scope="session")
@@ -33,10 +41,27 @@ def simulated(measured) -> Report:
     use = TimeUse(instance="all", seconds=8.0, parts=parts, bounds=parts[::-1], roofline=0.4321)
     wide = tuple(tuple(0.4 + (7 * layer + 3 * rank) % 17 / 10 for rank in range(600)) for layer in range(3))
 
+    moved = Rebalance(
+        instance="decode-0",
+        decided=12.25,
+        action="move",
+        reason="3 moves in 1 layers",
+        moves=3,
+        moved_bytes=132_000_000,
+        balancedness_before=0.5125,
+        balancedness_after=0.8125,
+        balancedness_predicted=0.875,
+        outcome="dropped",
+        why="not every rank was staged within 10 s",
+        seconds=10.5,
+    )
+    balancing = Balancing(decisions=4, waits=3, late_windows=0, rebalances=(moved,))
+
     def change(d):
         loads = RankLoads(instance=d.instances[0], before=wide, after=wide[::-1])
         attribution = Attribution(total=use, instances=(use,))
-        return msgspec.structs.replace(d, phases=(), attribution=attribution, rank_loads=loads)
+        more = {"phases": (), "attribution": attribution, "rank_loads": loads, "balancing": balancing}
+        return msgspec.structs.replace(d, **more)
 
     return msgspec.structs.replace(
         measured,

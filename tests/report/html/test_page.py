@@ -142,6 +142,12 @@ def test_what_must_be_there_is_there(pages, name):
             wanted += [
                 f"{at}.timeline.{c}.{i}" for c in ("queue", "kv_fraction", "balancedness") for i in (0, 9)
             ]
+            if d.balancing is not None:
+                wanted += [
+                    f"{at}.balancing.rebalances.{i}.{f}"
+                    for i, r in enumerate(d.balancing.rebalances)
+                    for f in msgspec.structs.asdict(r)
+                ]
             if d.attribution is not None:
                 wanted += [f"{at}.attribution.total.{c}.0.seconds" for c in ("parts", "bounds")]
                 wanted += [f"{at}.attribution.total.roofline"]

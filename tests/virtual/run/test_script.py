@@ -4,6 +4,7 @@ import pytest
 
 from moe_runtime.errors import InputError
 from moe_runtime.virtual.cluster.events import Rebalance, Slowdown
+from moe_runtime.virtual.run.course import LoadDrift, LoadShift
 from moe_runtime.virtual.run.script import FailureAt, read_events
 
 RANKS = {"prefill-0": 2, "decode-0": 4}
@@ -22,11 +23,27 @@ events:
 - failure: prefill-0
   at: 30
 - {rebalance: decode-0, at: 0}
+- {failure: decode-0, at: 3, restart_after: 2}
+- {rebalance: decode-0, at: 5}
+- {load_shift: all, at: 7, to: "topic:3"}
+- {load_shift: decode, at: 7, to: loads/other.npz, mix: 0.25}
+- {load_drift: prefill, start: 1, end: 9, every: 2, noise: 0.5, correlation: 0, seed: 4}
 """
     assert read(tmp_path, text) == [
         Slowdown(instance="decode-0", rank=3, start=10.0, end=20.5, factor=2.0),
         FailureAt(instance="prefill-0", at=30.0),
         Rebalance(instance="decode-0", at=0.0),
+        FailureAt(instance="decode-0", at=3.0, restart_after=2.0),
+        Rebalance(instance="decode-0", at=5.0),
+        LoadShift(deployment="all", at=7.0, to="topic:3", where=f"{tmp_path}/events.yaml:8: events[5]"),
+        LoadShift(
+            deployment="decode",
+            at=7.0,
+            to=f"{tmp_path}/loads/other.npz",
+            mix=0.25,
+            where=f"{tmp_path}/events.yaml:9: events[6]",
+        ),
+        LoadDrift(deployment="prefill", start=1.0, end=9.0, every=2.0, noise=0.5, correlation=0.0, seed=4),
     ]
     assert read(tmp_path, "events: []") == []
 
@@ -74,6 +91,39 @@ def test_a_slowdown_may_outlast_the_instance(tmp_path):
             "events:\n- {failure: decode-0, at: 3}\n"
             "- {slowdown: decode-0, rank: 0, start: 5, end: 9, factor: 2}",
             r"yaml:3: events\[1\]: decode-0 has failed",
+        ),
+        (
+            "events:\n- {failure: decode-0, at: 3, restart_after: 9}\n- {rebalance: decode-0, at: 11}",
+            r"yaml:3: events\[1\]: decode-0 has failed at 3, and is started anew 9 s later",
+        ),
+        (
+            "events:\n- {failure: decode-0, at: 3, restart_after: soon}",
+            "restart_after is 'soon', must be a num",
+        ),
+        (
+            "events:\n- {load_shift: decode-0, at: 3, to: start}",
+            "'decode-0': the plan has all, prefill, decode",
+        ),
+        (
+            "events:\n- {load_shift: decode, at: 3}",
+            "to is None, must be start, topic:NUMBER, recorded, .* or a file",
+        ),
+        (
+            "events:\n- {load_shift: decode, at: 3, to: start, mix: 2}",
+            "mix is 2, must be a number from 0 to 1",
+        ),
+        ("events:\n- {load_shift: decode, start: 3, to: start}", "a load_shift has no 'start'; its keys are"),
+        (
+            "events:\n- {load_drift: all, start: 0, end: 9e9, every: 1, noise: 1, correlation: 0}",
+            "every is 1: the loads change at most 100000 times",
+        ),
+        (
+            "events:\n- {load_drift: all, start: 0, end: 9, every: 1, noise: 1, correlation: 1.5}",
+            "correlation is 1.5",
+        ),
+        (
+            "events:\n- {load_drift: all, start: 0, end: 9, every: 1, noise: 1, correlation: 0, seed: -1}",
+            "seed is -1",
         ),
         ("events: [3]", r"yaml:1: events\[0\]: must have one of"),
         ("events: [", "not valid YAML"),
