@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.errors import RequestRefused, UnavailableError
-from moe_runtime.scheduler.sampling import Constraint
+from moe_runtime.scheduler.constraint import Constraint
 from moe_runtime.spec.requests import Structure
 
 ANY_OBJECT = '{"type": "object"}'

@@ -6,27 +6,15 @@ W = ceil(V / 32) words of a mask.
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from moe_runtime.scheduler.sequences import Sequence
+from moe_runtime.scheduler.sequences import Sequence
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 FORBIDDEN = np.float32(-np.inf)
-
-
-class Constraint(Protocol):
-    """What a sequence's output must look like, as far as it has got."""
-
-    def accept(self, token: int) -> None:
-        """The output grew by a token."""
-
-    def mask(self) -> I32:
-        """int32 [W]: bit v % 32 of word v // 32 is set where token v may come next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +116,7 @@ def greedy(count: int) -> SamplingInputs:
     )
 
 
-def with_history(inputs: SamplingInputs, sequences: Many["Sequence"]) -> SamplingInputs:
+def with_history(inputs: SamplingInputs, sequences: Many[Sequence]) -> SamplingInputs:
     """`inputs` with the edits and masks of its samples, sample n being of `sequences[n]`."""
     edits = [(n, *_edits(s)) for n, s in enumerate(sequences) if s.edited]
     masks = [(n, s.constraint.mask()) for n, s in enumerate(sequences) if s.constraint is not None]
@@ -149,7 +137,7 @@ def with_history(inputs: SamplingInputs, sequences: Many["Sequence"]) -> Samplin
     )
 
 
-def _edits(sequence: "Sequence") -> tuple[I32, F32, F32]:
+def _edits(sequence: Sequence) -> tuple[I32, F32, F32]:
     """(token ids, divide, add) of a sequence's next sample.
 
     Penalties as OpenAI defines them (presence, frequency: over the output) and as CTRL (arXiv

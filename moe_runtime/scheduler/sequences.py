@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moe_runtime.scheduler.sampling import Constraint
+from moe_runtime.scheduler.constraint import Constraint
 from moe_runtime.spec.requests import Request
 
 FIRST_WIDTH = 16
