@@ -29,7 +29,7 @@ from moe_runtime.frontend.openai.schema import SamplingFields
 from moe_runtime.frontend.server.service import Order
 from moe_runtime.frontend.text import reasoning
 from moe_runtime.frontend.text.chat_template import ChatPrompt, ChatTemplate
-from moe_runtime.frontend.text.tool_calls import parser_for
+from moe_runtime.frontend.text.tool_parsers import parser_for
 from moe_runtime.frontend.text.vocabulary import Vocabulary
 
 

@@ -1,10 +1,9 @@
-"""Tool calls in a model's output: what every format's parser gives, and which one a template means.
+"""Tool calls in a model's output: what every format's parser gives.
 
-Owns the common types and the choice of a parser by chat template. The formats are in `tools_deepseek`
-and `tools_hermes`. A parser's result does not depend on how the text was cut into pieces.
+Owns the common types; the formats are in `tools_deepseek` and `tools_hermes`, the choice among them in
+`tool_parsers`. A parser's result does not depend on how the text was cut into pieces.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,38 +39,6 @@ class ToolParser(Protocol):
         """What was held back, now that nothing more comes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """A whole call; `arguments` is JSON text as the model wrote it."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parsed:
-    """A whole output."""
-
-    content: str
-    calls: tuple[Call, ...]
-
-
-def collect(parser: ToolParser, text: str) -> Parsed:
-    """Everything at once."""
-    names: list[str] = []
-    arguments: list[str] = []
-    content = ""
-    for delta in (parser.feed(text), parser.finish()):
-        content += delta.content
-        for call in delta.calls:
-            if call.name is not None:
-                names.append(call.name)
-                arguments.append("")
-            arguments[call.index] += call.arguments
-    calls = tuple(Call(name=n, arguments=a) for n, a in zip(names, arguments, strict=True))
-    return Parsed(content=content, calls=calls)
-
-
 class Deltas:
     """Gathers what one `feed` found, and counts the calls of an output."""
 
@@ -99,16 +66,3 @@ class Deltas:
         delta = ToolDelta(content=self._content, calls=tuple(self._calls))
         self._content, self._calls = "", []
         return delta
-
-
-def parser_for(template: str) -> Callable[[], ToolParser] | None:
-    """The parser of the format in which a chat template shows earlier calls; None for an unknown one."""
-    from moe_runtime.frontend.text.tools_deepseek import CALLS_BEGIN, DeepSeekParser
-    from moe_runtime.frontend.text.tools_hermes import OPEN, HermesParser
-
-    if CALLS_BEGIN in template:
-        fenced = "```json" in template  # V3 and R1; V3.1 writes the bare arguments
-        return lambda: DeepSeekParser(fenced=fenced)
-    if OPEN in template and "<function=" not in template:
-        return HermesParser
-    return None

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_runtime.frontend.text.tool_calls import Call, Parsed, ToolParser, collect, parser_for
+from moe_runtime.frontend.text.tool_calls import ToolParser
+from moe_runtime.frontend.text.tool_parsers import parser_for
 from moe_runtime.frontend.text.tools_deepseek import (
     CALL_BEGIN,
     CALL_END,
@@ -17,6 +19,39 @@ from moe_runtime.frontend.text.tools_deepseek import (
     DeepSeekParser,
 )
 from moe_runtime.frontend.text.tools_hermes import HermesParser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A whole call; `arguments` is JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A whole output."""
+
+    content: str
+    calls: tuple[Call, ...]
+
+
+def collect(parser: ToolParser, text: str) -> Parsed:
+    """Everything at once."""
+    names: list[str] = []
+    arguments: list[str] = []
+    content = ""
+    for delta in (parser.feed(text), parser.finish()):
+        content += delta.content
+        for call in delta.calls:
+            if call.name is not None:
+                names.append(call.name)
+                arguments.append("")
+            arguments[call.index] += call.arguments
+    calls = tuple(Call(name=n, arguments=a) for n, a in zip(names, arguments, strict=True))
+    return Parsed(content=content, calls=calls)
+
 
 V3_TEMPLATE = f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}name\n```json\n"
 V31_TEMPLATE = f"{CALLS_BEGIN}{CALL_BEGIN}name{SEP}"
