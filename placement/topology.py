@@ -69,10 +69,6 @@ class Topology:
         """Slots that exist but stay empty (-1), as every rank has the same number of them."""
         return self.slots_per_rank(slots) * self.num_ranks - slots
 
-    def redundant_for_no_surplus(self, num_experts: int, redundant_experts: int) -> int:
-        """The least number of redundant experts >= the given one that leaves no surplus slot."""
-        return redundant_experts + self.surplus_slots(num_experts + redundant_experts)
-
     def node_of(self, rank: ArrayLike) -> NDArray[np.int64]:
         """Node of each rank, int64, shaped like `rank`."""
         return np.asarray(rank, dtype=np.int64) // self.ranks_per_node

@@ -85,9 +85,8 @@ def test_rank_load_follows_the_split_weights():
 )
 def test_the_redundancy_that_leaves_no_surplus_slot(experts, ranks, redundant):
     topology = Topology(nodes=1, ranks_per_node=ranks)
-    assert topology.redundant_for_no_surplus(experts, 0) == redundant
+    assert topology.surplus_slots(experts) == redundant
     assert topology.surplus_slots(experts + redundant) == 0
-    assert topology.surplus_slots(experts) == (redundant if redundant else 0)
     # Without redundancy it works all the same: ranks with one expert more or less.
     row = linear(num_layers=1, num_experts=experts, num_ranks=ranks).slot_to_expert_LS.reshape(ranks, -1)
     counts = (row >= 0).sum(axis=1)
