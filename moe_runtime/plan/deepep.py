@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from moe_runtime.plan.effective import EffectiveDispatch, ModeChoice
 from moe_runtime.plan.schema import DeploymentName
-from moe_runtime.spec.bytes import low_latency_buffer_bytes, normal_buffer_bytes
+from moe_runtime.spec.deepep_bytes import low_latency_buffer_bytes, normal_buffer_bytes
 from moe_runtime.spec.limits import DOCUMENTED_LOW_LATENCY_TOKENS, DispatchSizes, Violation, violations
 
 BACKEND = "deepep"

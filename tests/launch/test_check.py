@@ -10,7 +10,7 @@ from moe_runtime.checkpoint.make import make_checkpoint
 from moe_runtime.errors import PlanError
 from moe_runtime.launch.commands import bench, check
 from moe_runtime.launch.preflight import preflight
-from moe_runtime.spec.bytes import normal_buffer_bytes
+from moe_runtime.spec.deepep_bytes import normal_buffer_bytes
 
 PLAN = """\
 model: {path: checkpoint}

@@ -7,8 +7,9 @@ import pytest
 from moe_runtime.errors import PlanError
 from moe_runtime.launch.preflight import preflight
 from moe_runtime.plan.unavailable import unavailable_to_run
-from moe_runtime.spec.bytes import low_latency_buffer_bytes, replicated_weight_bytes, slot_bytes
+from moe_runtime.spec.bytes import replicated_weight_bytes, slot_bytes
 from moe_runtime.spec.catalog import CATALOG, DEEPSEEK_V3
+from moe_runtime.spec.deepep_bytes import low_latency_buffer_bytes
 from tests.plan.plans import UNIFIED, effective, load, write
 
 PLAN = """\

@@ -12,7 +12,7 @@ from moe_runtime.plan.problems import dotted
 from moe_runtime.plan.show import check_json, render_check
 from moe_runtime.plan.unavailable import unavailable_to_run
 from moe_runtime.plan.validate import plan_warnings
-from moe_runtime.spec.bytes import low_latency_buffer_bytes, normal_buffer_bytes
+from moe_runtime.spec.deepep_bytes import low_latency_buffer_bytes, normal_buffer_bytes
 from tests.plan.plans import checked
 from tests.spec.model_specs import DEEPSEEK_V3
 

@@ -9,13 +9,9 @@ import pytest
 from moe_runtime.models.families.registry import tensor_targets
 from moe_runtime.placement import placement
 from moe_runtime.spec.bytes import (
-    GIB,
-    LOW_LATENCY_LIMIT_BYTES,
     all_to_all_dispatch_bytes,
     even_redundant_experts,
     local_dispatch_bytes,
-    low_latency_buffer_bytes,
-    low_latency_max_tokens,
     masked_rows_bytes,
     parameter_counts,
     replicated_weight_bytes,
@@ -110,36 +106,6 @@ def test_slots_are_those_of_the_linear_placement(ranks, redundant):
     table = placement.linear(num_layers=1, num_experts=32, num_ranks=ranks, redundant_experts=redundant)
     assert slots_per_rank(32, redundant, ranks) == table.slots_per_rank
     assert surplus_slots(32, redundant, ranks) == int(np.sum(table.slot_to_expert_LS == -1))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "slots", "gib"),
-    [(2048, 448, 35.55), (1840, 448, 31.94), (1536, 448, 26.66), (2048, 384, 30.47)],
-)
-def test_low_latency_buffer_counts_physical_experts(tokens, slots, gib):
-    size = low_latency_buffer_bytes(max_tokens=tokens, hidden=5120, slots=slots)
-    assert size / GIB == pytest.approx(gib, abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "slots", "gigabytes"),
-    [(128, 256, 1.908), (128, 288, 2.147), (128, 384, 2.863), (256, 288, 4.294)],
-)
-def test_low_latency_buffer_of_deepseek_v3(tokens, slots, gigabytes):
-    size = low_latency_buffer_bytes(max_tokens=tokens, hidden=7168, slots=slots)
-    assert size / 1e9 == pytest.approx(gigabytes, abs=0.001)
-
-
-@pytest.mark.parametrize("multiple_of", [1, 8])
-def test_low_latency_tokens_of_a_budget_are_the_most(multiple_of):
-    tokens = low_latency_max_tokens(
-        budget_bytes=LOW_LATENCY_LIMIT_BYTES, hidden=5120, slots=448, multiple_of=multiple_of
-    )
-    assert tokens == {1: 1843, 8: 1840}[multiple_of]
-    fits = low_latency_buffer_bytes(max_tokens=tokens, hidden=5120, slots=448)
-    more = low_latency_buffer_bytes(max_tokens=tokens + multiple_of, hidden=5120, slots=448)
-    assert fits <= LOW_LATENCY_LIMIT_BYTES < more
-    assert low_latency_max_tokens(budget_bytes=10, hidden=5120, slots=448) == 0
 
 
 def test_dispatch_bytes():

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from moe_runtime.spec.bytes import low_latency_buffer_bytes
+from moe_runtime.spec.deepep_bytes import low_latency_buffer_bytes
 from tests.expert_parallel.deepep.double import contracts
 from tests.expert_parallel.deepep.double.contracts import breach, require
 from tests.expert_parallel.deepep.double.events import DoubleEvent, outcome

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_runtime.spec.bytes import elastic_buffer_bytes
+from moe_runtime.spec.deepep_bytes import elastic_buffer_bytes
 from tests.expert_parallel.deepep.double import contracts, routing
 from tests.expert_parallel.deepep.double.contracts import breach, require
 from tests.expert_parallel.deepep.double.events import DoubleEvent, after, garbage, outcome

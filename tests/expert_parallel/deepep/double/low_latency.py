@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import PeerLost, StepTimeout
-from moe_runtime.spec.bytes import low_latency_buffer_bytes
+from moe_runtime.spec.deepep_bytes import low_latency_buffer_bytes
 from tests.expert_parallel.deepep.double import contracts
 from tests.expert_parallel.deepep.double.contracts import require
 from tests.expert_parallel.deepep.double.events import garbage

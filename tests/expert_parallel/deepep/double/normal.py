@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moe_runtime.errors import PeerLost, StepTimeout
-from moe_runtime.spec.bytes import normal_buffer_bytes
+from moe_runtime.spec.deepep_bytes import normal_buffer_bytes
 from tests.expert_parallel.deepep.double import contracts, routing
 from tests.expert_parallel.deepep.double.contracts import Rows, require
 from tests.expert_parallel.deepep.double.events import DoubleEvent, after, garbage, outcome

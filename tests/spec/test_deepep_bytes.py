@@ -6,7 +6,14 @@ import pytest
 
 from moe_runtime.plan.deepep import MODE_OF_ROLE, auto_max_tokens, mode_violations, registered_bytes
 from moe_runtime.plan.effective import EffectiveDispatch, ModeChoice
-from moe_runtime.spec.bytes import elastic_buffer_bytes, low_latency_buffer_bytes, normal_buffer_bytes
+from moe_runtime.spec.bytes import GIB
+from moe_runtime.spec.deepep_bytes import (
+    LOW_LATENCY_LIMIT_BYTES,
+    elastic_buffer_bytes,
+    low_latency_buffer_bytes,
+    low_latency_max_tokens,
+    normal_buffer_bytes,
+)
 from moe_runtime.spec.limits import LIMITS, DispatchSizes, violations
 
 MIB = 1 << 20
@@ -129,3 +136,33 @@ def test_elastic_domains(changes, words):
 def test_many_slots_are_beyond_what_was_tested():
     many = replace(V3, ranks=8, slots=2048, nodes=1, max_tokens=16)
     assert [(v.limit.kind, v.value) for v in violations("deepep_low_latency", many)] == [("tested", 2048)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "gib"),
+    [(2048, 448, 35.55), (1840, 448, 31.94), (1536, 448, 26.66), (2048, 384, 30.47)],
+)
+def test_low_latency_buffer_counts_physical_experts(tokens, slots, gib):
+    size = low_latency_buffer_bytes(max_tokens=tokens, hidden=5120, slots=slots)
+    assert size / GIB == pytest.approx(gib, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "gigabytes"),
+    [(128, 256, 1.908), (128, 288, 2.147), (128, 384, 2.863), (256, 288, 4.294)],
+)
+def test_low_latency_buffer_of_deepseek_v3(tokens, slots, gigabytes):
+    size = low_latency_buffer_bytes(max_tokens=tokens, hidden=7168, slots=slots)
+    assert size / 1e9 == pytest.approx(gigabytes, abs=0.001)
+
+
+@pytest.mark.parametrize("multiple_of", [1, 8])
+def test_low_latency_tokens_of_a_budget_are_the_most(multiple_of):
+    tokens = low_latency_max_tokens(
+        budget_bytes=LOW_LATENCY_LIMIT_BYTES, hidden=5120, slots=448, multiple_of=multiple_of
+    )
+    assert tokens == {1: 1843, 8: 1840}[multiple_of]
+    fits = low_latency_buffer_bytes(max_tokens=tokens, hidden=5120, slots=448)
+    more = low_latency_buffer_bytes(max_tokens=tokens + multiple_of, hidden=5120, slots=448)
+    assert fits <= LOW_LATENCY_LIMIT_BYTES < more
+    assert low_latency_max_tokens(budget_bytes=10, hidden=5120, slots=448) == 0
