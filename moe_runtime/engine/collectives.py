@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_runtime.engine.exchange import Exchange
 from moe_runtime.expert_parallel.buffer import Buffer, CombineOrder, Rows, Sent
-from moe_runtime.expert_parallel.where import Place, Where
+from moe_runtime.expert_parallel.where import StepAndLayer, Where
 
 
 class Collective(msgspec.Struct, frozen=True, array_like=True):
@@ -32,7 +32,7 @@ class CollectiveTrace:
     """Hands every collective of a rank to `write`. The owner sets `where` once there is a clock."""
 
     def __init__(self, instance: str, write: Callable[[Collective], object]) -> None:
-        self.where: Where = Place()
+        self.where: Where = StepAndLayer()
         self._instance, self._write = instance, write
         self._sequence: dict[str, int] = {}
 

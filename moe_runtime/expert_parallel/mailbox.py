@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.errors import PeerLost, StepTimeout
-from moe_runtime.expert_parallel.where import Place, Where
+from moe_runtime.expert_parallel.where import StepAndLayer, Where
 from moe_runtime.shared_memory import CACHE_LINE, Flag, ProcessWatch, Window, WindowAddress
 
 IN_FLIGHT = 2
@@ -106,7 +106,7 @@ class Mailbox:
         self.rank, self.num_ranks, self.timeout = rank, num_ranks, timeout
         self.num_halves = 2 * in_flight
         self.alive = [True] * num_ranks
-        self.where: Where = where or Place()
+        self.where: Where = where or StepAndLayer()
         self._window = window
         self._in_flight = in_flight
         self._next = 0

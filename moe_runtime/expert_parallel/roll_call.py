@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NoReturn
 
 from moe_runtime.errors import PeerLost, StepTimeout
-from moe_runtime.expert_parallel.where import Place, Where
+from moe_runtime.expert_parallel.where import StepAndLayer, Where
 from moe_runtime.shared_memory import CACHE_LINE, ProcessWatch, Window, WindowAddress
 
 # A connection breaks a little before the process that held it counts as ended.
@@ -30,7 +30,7 @@ class RollCall:
     ) -> None:
         assert rank in here
         assert window.size >= len(here) * CACHE_LINE, "window too small"
-        self.where: Where = where or Place()
+        self.where: Where = where or StepAndLayer()
         self._rank, self._here = rank, here
         self._elsewhere = [r for r in range(num_ranks) if r not in here]
         self._window = window

@@ -15,7 +15,7 @@ class Where(Protocol):
 
 
 @dataclass(slots=True)
-class Place:
+class StepAndLayer:
     """A Where that is set by hand. `layer` is -1 outside the model."""
 
     step: int = -1

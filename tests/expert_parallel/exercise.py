@@ -11,7 +11,7 @@ from moe_runtime.expert_parallel.local import LocalBuffer
 from moe_runtime.expert_parallel.masked import MaskedBuffer
 from moe_runtime.expert_parallel.payload import Payload
 from moe_runtime.expert_parallel.shm import ShmBuffer, ShmSizes
-from moe_runtime.expert_parallel.where import Place
+from moe_runtime.expert_parallel.where import StepAndLayer
 from tests.expert_parallel.cases import Case, Inputs, dense, expert_factors, inputs, run_experts
 from tests.expert_parallel.world import Rank
 
@@ -33,7 +33,7 @@ def sizes_of(case: Case) -> ShmSizes:
 def make_shm(case: Case, rank: Rank, name: str, *, timeout: float = 60.0) -> ShmBuffer:
     """A connected buffer; `name` is where ranks meet."""
     buffer = ShmBuffer(sizes_of(case), rank=rank.rank, timeout=timeout)
-    buffer.connect(rank.share_window(name, buffer.create_window), where=Place(step=1, layer=2))
+    buffer.connect(rank.share_window(name, buffer.create_window), where=StepAndLayer(step=1, layer=2))
     return buffer
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from moe_runtime.errors import StepTimeout
 from moe_runtime.expert_parallel.mailbox import Mailbox
-from moe_runtime.expert_parallel.where import Place
+from moe_runtime.expert_parallel.where import StepAndLayer
 from tests.expert_parallel.cases import Case, inputs, run_experts
 from tests.expert_parallel.exercise import make_shm
 from tests.expert_parallel.fallen import failures_without_rank_2, seconds_waited, timed
@@ -94,7 +94,7 @@ def test_a_window_of_another_size_is_refused_as_a_bug():
 
 
 def test_the_deadline_names_step_layer_operation_and_every_missing_rank():
-    boxes = mailboxes(4, timeout=0.3, where=Place(step=17, layer=3))
+    boxes = mailboxes(4, timeout=0.3, where=StepAndLayer(step=17, layer=3))
     transfer = boxes[0].begin("combine")
     transfer.post()
     boxes[2].begin("combine").post()
@@ -108,7 +108,7 @@ def test_the_deadline_names_step_layer_operation_and_every_missing_rank():
 
 
 def test_the_place_is_that_of_the_beginning():
-    place = Place(step=1, layer=5)
+    place = StepAndLayer(step=1, layer=5)
     (mailbox, _) = mailboxes(2, timeout=0.05, where=place)
     transfer = mailbox.begin("dispatch")
     place.layer = 6

@@ -10,7 +10,7 @@ import pytest
 
 from moe_runtime.errors import PeerLost, StepTimeout
 from moe_runtime.expert_parallel.roll_call import RollCall
-from moe_runtime.expert_parallel.where import Place
+from moe_runtime.expert_parallel.where import StepAndLayer
 from tests.expert_parallel.cases import Case, inputs, run_experts
 from tests.expert_parallel.exercise import make_torch
 from tests.expert_parallel.fallen import failures_without_rank_2, seconds_waited, timed
@@ -21,7 +21,7 @@ from tests.wall import at_most
 def rolls(num_ranks: int, *, elsewhere: int = 0) -> list[RollCall]:
     """All ranks of a host in this process; `elsewhere` more are on another."""
     window, here = RollCall.create_window(num_ranks), range(num_ranks)
-    where = Place(step=7, layer=3)
+    where = StepAndLayer(step=7, layer=3)
     return [RollCall(window, rank=r, here=here, num_ranks=num_ranks + elsewhere, where=where) for r in here]
 
 
@@ -95,7 +95,7 @@ def fall_in_combine(rank: Rank, number: int, timeout: float) -> None:
     case = Case(tokens=(5,) * rank.num_ranks)
     buffer = make_torch(case, rank, "fall")
     address = rank.share_window("roll", lambda: buffer.create_window(rank.num_ranks))
-    buffer.connect(address, here=range(rank.num_ranks), where=Place(step=1, layer=2))
+    buffer.connect(address, here=range(rank.num_ranks), where=StepAndLayer(step=1, layer=2))
     sent = inputs(case, rank.rank)
     for turn in range(3):
         rows = buffer.dispatch(sent.x_TH, sent.slot_ids_TK, sent.weights_TK).wait()

@@ -8,7 +8,7 @@ import torch
 from moe_runtime.errors import PeerLost
 from moe_runtime.expert_parallel.payload import Payload
 from moe_runtime.expert_parallel.shm import ShmBuffer, ShmSizes
-from moe_runtime.expert_parallel.where import Place as Nowhere
+from moe_runtime.expert_parallel.where import StepAndLayer
 from moe_runtime.launch.agreement import Agreement, AgreementAddress
 from moe_runtime.launch.balancing import open_staging
 from moe_runtime.launch.buffers import connect_buffer
@@ -61,7 +61,7 @@ def test_the_dispatch_window(tmp_path):
     )
     buffer = ShmBuffer(sizes, rank=3, timeout=1.0)
     with pytest.raises(PeerLost, match="rank 2 is gone: its dispatch window"):
-        connect_buffer(buffer, place(tmp_path, 3, nodes=2), GONE, Nowhere())
+        connect_buffer(buffer, place(tmp_path, 3, nodes=2), GONE, StepAndLayer())
 
 
 def test_staging_windows():
