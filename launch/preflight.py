@@ -48,6 +48,9 @@ def preflight(
     loaded = load_plan(plan_path, overrides)
     path, dtype = loaded.plan.model.path, loaded.plan.model.dtype
     name = catalog_name(path)
+    if name is None and not Path(path).is_dir():
+        hint = "a relative path counts from the plan's folder"
+        loaded.raise_problems([Problem(path=("model", "path"), text=f"{path} is not a folder", hint=hint)])
     model = CATALOG[name] if name is not None else read_spec(Path(path), None if dtype == "auto" else dtype)
     effective = resolve(loaded.plan, model)
     memory = read_machine(hardware="", device="").memory_bytes

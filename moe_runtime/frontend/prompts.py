@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_runtime.errors import InputError
 from moe_runtime.frontend.jsonl import Line, read_lines
-from moe_runtime.frontend.trace import HASH_BLOCK_TOKENS, TraceRequest
+from moe_runtime.frontend.trace import HASH_BLOCK_TOKENS, MOST_TOKENS, TraceRequest
 from moe_runtime.spec.requests import SamplingParams
 
 MAX_TEMPERATURE = 100.0
@@ -130,7 +130,8 @@ def _require_fit(requests: Sequence[TraceRequest], lengths: Sequence[int], max_t
     total, request = totals[worst], requests[worst]
     if total <= max_tokens:
         return
-    known = not request.prompt and math.isfinite(request.block_tokens)
+    scaled = max(request.input_length, request.output_length) < MOST_TOKENS  # and not cut off there
+    known = not request.prompt and scaled and math.isfinite(request.block_tokens)
     hint = f"; --scale-lengths {_scale_down(request, total, max_tokens):g} would fit" if known else ""
     raise InputError(
         f"{request.where}: input_length: {lengths[worst]} prompt tokens + {request.output_length}"

@@ -12,7 +12,7 @@ from moe_runtime.frontend.jsonl import Line, read_lines
 
 HASH_BLOCK_TOKENS = 512
 _LONGEST_MS = 1e12
-_MOST_TOKENS = 1 << 40
+MOST_TOKENS = 1 << 40
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids", "prompt")
 
 
@@ -110,4 +110,4 @@ def _read(line: Line, index: int, scale: float) -> tuple[float, TraceRequest]:
 
 def _scaled(length: int, scale: float) -> int:
     """A length of at least one token; what is absurdly large stays so and is refused later."""
-    return max(1, round(min(length * scale, _MOST_TOKENS)))
+    return max(1, round(min(length * scale, MOST_TOKENS)))

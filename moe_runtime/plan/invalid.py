@@ -19,6 +19,9 @@ _EXAMPLES: Mapping[Path, str] = MappingProxyType(
     }
 )
 
+_SYNONYMS: Mapping[str, str] = MappingProxyType({"gpu": "cuda", "fp8": "float8_e4m3"})
+"""Words for values of ours where spelling does not show the way."""
+
 
 def invalid_values(error: ValidationError, values: dict[str, Any]) -> Iterator[Problem]:
     """One problem per key; the alternatives of a union have an error each."""
@@ -63,7 +66,8 @@ def _hint(key: Key, value: object, bounds: Sequence[object]) -> str:
         plain = plain_scalar(value)
         if not isinstance(plain, str) and key.accepts(plain):
             return f"write {value} without quotes"
-        near = get_close_matches(value[:80].lower(), key.words, n=1, cutoff=0.5)
+        word = value[:80].lower()
+        near = get_close_matches(_SYNONYMS.get(word, word), key.words, n=1, cutoff=0.5)
         if near:
             return f"did you mean {near[0]}?"
     if isinstance(value, float) and value.is_integer() and key.accepts(int(value)):

@@ -1,6 +1,8 @@
 """Rules between keys that need no model: what `load_plan` checks once every key is well formed."""
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 from moe_runtime.plan.deepep import BACKEND as DEEPEP
@@ -33,28 +35,52 @@ def total_ranks(plan: Plan) -> int:
 
 
 def _text(plan: Plan) -> Iterator[Problem]:
-    """Neither the file system nor a socket takes control characters."""
-    for path, value in ((("model", "path"), plan.model.path), (("server", "host"), plan.server.host)):
+    """Neither the file system, a socket nor a log takes control characters."""
+    server = plan.server
+    files: list[tuple[Path, str]] = [(("model", "path"), plan.model.path)]
+    files += [
+        ((DEPLOYMENTS, n, "balancing", "initial"), d.balancing.initial) for n, d in plan.deployments.items()
+    ]
+    names: list[tuple[Path, str]] = [
+        (("server", "host"), server.host),
+        (("server", "served_name"), server.served_name),
+    ]
+    for path, value in files + names:
         if not value.isprintable():
             yield Problem(path=path, text="has unprintable characters", value=value, hint="leave them out")
+    for path, value in files:
+        try:
+            os.fsencode(value)
+        except UnicodeEncodeError:
+            text = f"cannot be a path here: the locale's encoding is {sys.getfilesystemencoding()}"
+            yield Problem(path=path, text=text, value=value, hint="set PYTHONUTF8=1")
 
 
 def _catalog(plan: Plan) -> Iterator[Problem]:
     name = catalog_name(plan.model.path)
     if name is None or name in CATALOG:
         return
-    near = get_close_matches(name[:80], CATALOG, n=1, cutoff=0.5)
-    hint = f"did you mean {PREFIX}{near[0]}?" if near else "known: " + ", ".join(CATALOG)
     text = "is not a model of the catalog"
-    yield Problem(path=("model", "path"), text=text, value=plan.model.path, hint=hint)
+    yield Problem(
+        path=("model", "path"), text=text, value=plan.model.path, hint=_meant(name, list(CATALOG), PREFIX)
+    )
+
+
+def _meant(name: str, known: Sequence[str], prefix: str = "") -> str:
+    """The known name that another one is the beginning of, or is most like; all of them if there is none."""
+    word = name[:80].lower()
+    begun = sorted(
+        (k for k in known if word and k.startswith(word)), key=lambda k: not k.startswith(f"{word}-")
+    )
+    near = begun or get_close_matches(word, known, n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else "known: " + ", ".join(known)
 
 
 def _hardware(plan: Plan) -> Iterator[Problem]:
     name = plan.cluster.hardware
     path = ("cluster", "hardware")
     if name not in HARDWARE:
-        near = get_close_matches(name[:80], HARDWARE, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else "known: " + ", ".join(HARDWARE)
+        hint = _meant(name, list(HARDWARE))
         yield Problem(path=path, text="is not a known hardware entry", value=name, hint=hint)
     elif HARDWARE[name].device != plan.cluster.device:
         fitting = [h.name for h in HARDWARE.values() if h.device == plan.cluster.device]

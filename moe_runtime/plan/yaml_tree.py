@@ -138,8 +138,9 @@ def _scalar(node: yaml.ScalarNode, name: str) -> Any:
             case "str":
                 return text
     except (ValueError, KeyError, OverflowError) as error:
+        kind = {"int": "an integer", "float": "a number", "bool": "true or false"}
         raise PlanError(
-            _place(node, name), f"{shorten(text)!r} is not a {node.tag.removeprefix(_TAG)}"
+            _place(node, name), f"{shorten(text)!r} is not {kind[node.tag.removeprefix(_TAG)]}"
         ) from error
     raise PlanError(_place(node, name), f"tag {shorten(node.tag)!r} is not allowed in a plan")
 

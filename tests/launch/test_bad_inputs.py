@@ -125,6 +125,12 @@ def test_outputs_that_cannot_be_written_are_found_before_the_work(tmp_path, caps
     assert "is a folder" in run(capsys, *arguments, tmp_path)
 
 
+def test_a_model_that_is_not_there_is_named_as_the_plans(tmp_path, capsys, plan):
+    message = run(capsys, "check", plan, "--set", "model.path=tiny")
+    assert f"model.path: {tmp_path / 'tiny'} is not a folder (--set)" in message
+    assert "counts from the plan's folder" in message
+
+
 def test_reports_that_are_none(tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"schema_version": 999}')
     assert "schema_version" in run(capsys, "report", tmp_path / "run.json")
@@ -154,6 +160,14 @@ def test_inputs_that_can_be_read_only_once_are_refused(tmp_path, capsys, plan):
     out = tmp_path / "out.jsonl"
     assert "regular file" in run(capsys, "generate", plan, "--prompts", pipe, "--out", out)
     assert "regular file" in run(capsys, "check", pipe)
+
+
+def test_no_scale_is_advised_that_would_not_do(tmp_path, capsys, plan):
+    (tmp_path / "trace.jsonl").write_text(TRACE)
+    arguments = ("bench", plan, "--trace", tmp_path / "trace.jsonl", "--out", tmp_path / "run.json")
+    assert "would fit" not in run(capsys, *arguments, "--scale-lengths", "1e12")
+    message = run(capsys, *arguments, "--scale-lengths", "1e9")
+    assert 8 * float(message.split("--scale-lengths ")[1].split()[0]) < 4096
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_plans_are_frozen_and_cross_processes(tmp_path: Path):
         (b"a: 1\n---\nb: 2\n", ("plan.yaml:2:1", "single document")),
         (b"model: !!python/object:os.system {}\n", ("plan.yaml:1:8", "is not allowed")),
         (b"model: !!timestamp 2020-01-01\n", ("plan.yaml:1:8", "is not allowed")),
-        (b"server: {port: !!int eighty}\n", ("plan.yaml:1:16", "is not a int")),
+        (b"server: {port: !!int eighty}\n", ("plan.yaml:1:16", "is not an integer")),
         (b"model: &m {path: *m}\n", ("more than 16 levels", "anchors")),
         (b"[" * 5000, ("is not valid YAML",)),
         (b"a" * (1 << 20) + b": 1\n", ("a plan has at most",)),
