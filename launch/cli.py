@@ -1,7 +1,10 @@
 """The command line: parses arguments, runs one command, turns user errors into exit code 2."""
 
 import argparse
+import io
+import math
 import os
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -12,14 +15,13 @@ from moe_runtime.launch.console import say
 
 FAMILIES = ("deepseek_v3", "qwen3_moe")
 SIZES = ("tiny", "small")
-LAUNCHES = ("generate", "serve", "bench")
 INTERRUPTED = 130
 
 
 def run(argv: Sequence[str]) -> int:
     """Run a command; returns the exit code: 0, 1 for a failure, 2 for something the user can mend.
 
-    130 after an interrupt, but of commands that launch: they pass it on to their processes themselves.
+    130 after an interrupt, unless ranks run: they are stopped, and the code names the signal.
     """
     _open_standard_streams()
     arguments = parser().parse_args(argv)
@@ -28,8 +30,6 @@ def run(argv: Sequence[str]) -> int:
         command = import_module(f"moe_runtime.launch.commands.{arguments.command.replace('-', '_')}")
         code: int = command.run(arguments, list(argv))
     except KeyboardInterrupt:
-        if arguments.command in LAUNCHES:
-            raise
         say("interrupted")
         return INTERRUPTED
     except UserError as error:
@@ -54,6 +54,8 @@ def _open_standard_streams() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # whose encoding may lack characters of a name
+        sys.stdout.reconfigure(errors="replace")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -163,7 +165,7 @@ def _simulate(p: argparse.ArgumentParser) -> None:
 def _trace(p: argparse.ArgumentParser) -> None:
     p.add_argument("--trace", required=True, type=Path, metavar="T.jsonl")
     p.add_argument("--out", required=True, type=Path, metavar="RUN.json")
-    p.add_argument("--speed", type=_positive, default=1.0, help="replay this many times faster")
+    p.add_argument("--speed", type=_positive, default=1.0, metavar="X", help="replay this many times faster")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N requests")
     p.add_argument("--scale-lengths", type=_positive, default=1.0, metavar="X", help="multiply all lengths")
 
@@ -224,7 +226,10 @@ def _search(p: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value

@@ -6,7 +6,6 @@ that they die with it too.
 """
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from types import FrameType
 
 from moe_runtime.launch import environment
 from moe_runtime.launch.console import say
-from moe_runtime.launch.sockets import make_session
+from moe_runtime.launch.sockets import make_session, remove_session
 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 3.0
@@ -33,20 +32,22 @@ def launch(argv: Sequence[str], num_ranks: int, *, serve: bool = False) -> int:
     With `serve` the first interrupt goes to rank 0, which lets running requests finish; the second
     stops all.
     """
-    session = make_session()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.set_inheritable(True)
-        ranks = [_start(argv, rank, num_ranks, listener, session) for rank in range(num_ranks)]
-    interrupt = _finish_first(ranks[0].pid) if serve else _raise_interrupt
+    ranks: list[subprocess.Popen[bytes]] = []
+    interrupt = _finish_first(ranks) if serve else _raise_interrupt
     previous = {s: signal.signal(s, interrupt) for s in INTERRUPTS}
+    session = make_session()
     try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.set_inheritable(True)
+            for rank in range(num_ranks):
+                ranks.append(_start(argv, rank, num_ranks, listener, session))
         return _supervise(ranks)
     except KeyboardInterrupt as interrupt:
         say("interrupted: stopping all ranks")
         return 128 + int(interrupt.args[0] if interrupt.args else signal.SIGINT)
     finally:
         _end_all(ranks)
-        shutil.rmtree(session, ignore_errors=True)
+        remove_session(session)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -55,18 +56,20 @@ def _raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _finish_first(rank_0: int) -> Callable[[int, FrameType | None], None]:
-    """A handler of interrupts that passes the first one on and is itself the answer to the second."""
+def _finish_first(
+    ranks: "Sequence[subprocess.Popen[bytes]]",
+) -> Callable[[int, FrameType | None], None]:
+    """A handler of interrupts that passes the first on to rank 0, and is itself the answer to the second."""
     told = False
 
     def handle(number: int, frame: FrameType | None) -> None:
         nonlocal told
-        if told:
+        if told or not ranks:
             raise KeyboardInterrupt(number)
         told = True
         say("interrupted: running requests finish, new ones are refused; once more stops all at once")
         with suppress(ProcessLookupError):
-            os.kill(rank_0, signal.SIGTERM)
+            os.kill(ranks[0].pid, signal.SIGTERM)
 
     return handle
 

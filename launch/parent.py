@@ -13,20 +13,22 @@ from moe_runtime.launch.environment import PARENT
 from moe_runtime.shared_memory import ProcessWatch
 
 
-def watch_parent(last_act: Callable[[], None] = lambda: None) -> None:
-    """Start a thread that ends this process when its parent is gone, after `last_act`.
+class ParentWatch:
+    """A thread that ends this process when its parent is gone, after `last_act`.
 
     Our own launcher tells its pid, since it may be gone before this process comes to look.
     """
-    parent = int(os.environ.get(PARENT, os.getppid()))
-    threading.Thread(target=_watch, args=(parent, last_act), name="parent-watch", daemon=True).start()
 
+    def __init__(self, last_act: Callable[[], object] = lambda: None) -> None:
+        self.last_act = last_act
+        parent = int(os.environ.get(PARENT, os.getppid()))
+        threading.Thread(target=self._watch, args=(parent,), name="parent-watch", daemon=True).start()
 
-def _watch(parent: int, last_act: Callable[[], None]) -> None:
-    """Sleep until the parent has ended: an idle rank must cost nothing."""
-    if os.getppid() == parent:
-        ProcessWatch(parent).wait()
-    try:
-        last_act()
-    finally:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def _watch(self, parent: int) -> None:
+        """Sleep until the parent has ended: an idle rank must cost nothing."""
+        if os.getppid() == parent:
+            ProcessWatch(parent).wait()
+        try:
+            self.last_act()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -5,7 +5,6 @@ waited for, and stay a moment, so that a launcher that looks now and then sees t
 """
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -25,11 +24,11 @@ from moe_runtime.launch import environment, mpi, worker
 from moe_runtime.launch.console import say
 from moe_runtime.launch.environment import RankEnvironment
 from moe_runtime.launch.frontends import Frontends, listen
-from moe_runtime.launch.parent import watch_parent
+from moe_runtime.launch.parent import ParentWatch
 from moe_runtime.launch.place import Place, place_of
 from moe_runtime.launch.preflight import Preflight, preflight
 from moe_runtime.launch.rendezvous import Rendezvous, contact
-from moe_runtime.launch.sockets import make_session
+from moe_runtime.launch.sockets import make_session, remove_session
 
 SECONDARY_DELAY = 1.0
 # What a rank raises because of another one: it names the ranks that it waited for.
@@ -44,6 +43,7 @@ def run(
     overrides: Sequence[str],
     argv: Sequence[str],
     *,
+    parent: ParentWatch,
     trace: bool,
     serve: bool,
 ) -> int:
@@ -53,7 +53,7 @@ def run(
     the frontends listen while the weights are read, and a signal lets what runs finish.
     """
     rank = _RankProcess(env, trace=trace, serve=serve)
-    watch_parent(last_act=rank.clean_up)
+    parent.last_act = rank.clean_up
     for number in (signal.SIGTERM, *([signal.SIGINT] if serve else [])):
         signal.signal(number, rank.on_signal)
     try:
@@ -78,7 +78,8 @@ class _RankProcess:
         self.trace = trace
         self.serve = serve
         self.rendezvous: Rendezvous | None = None
-        self.session: Path | None = None
+        given = os.environ.get(environment.SESSION)
+        self.session = Path(given) if given else None
         self.frontends = Frontends(self._frontend_failed)
         self.finishing = False
         self.stepping = False
@@ -146,8 +147,8 @@ class _RankProcess:
     def clean_up(self) -> None:
         """End the frontends that still run, and remove the sockets."""
         self.frontends.kill()
-        if self.env.rank == 0 and self.session is not None:
-            shutil.rmtree(self.session, ignore_errors=True)
+        if self.env.rank == 0:
+            remove_session(self.session)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -163,8 +164,7 @@ class _RankProcess:
     def _open_session(self, rendezvous: Rendezvous) -> Path:
         """A directory for sockets that only this user can enter; rank 0 makes it."""
         if self.env.rank == 0:
-            given = os.environ.get(environment.SESSION)
-            self.session = Path(given) if given else make_session()
+            self.session = self.session or make_session()
             rendezvous.tell("session", str(self.session))
         return Path(rendezvous.ask("session"))
 

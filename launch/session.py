@@ -16,8 +16,9 @@ from moe_runtime.frontend.bootstrap import Bootstrap
 from moe_runtime.frontend.fleet import Fleet
 from moe_runtime.launch import environment, local
 from moe_runtime.launch.console import say
-from moe_runtime.launch.parent import watch_parent
+from moe_runtime.launch.parent import ParentWatch
 from moe_runtime.launch.preflight import Preflight, preflight
+from moe_runtime.launch.sockets import remove_session
 from moe_runtime.report.timeline import write_timeline
 
 Work = Callable[[Preflight, Fleet], Awaitable[int]]
@@ -41,7 +42,7 @@ def run(
     in every frontend and starts the fleet itself, and a signal lets it finish what runs.
     """
     if (raw := os.environ.get(environment.FRONTEND)) is not None:
-        watch_parent()
+        ParentWatch()
         bootstrap = msgspec.json.decode(raw, type=Bootstrap)
         flight = preflight(plan, overrides, check_tensors=False)
         if serve:
@@ -51,11 +52,15 @@ def run(
         return asyncio.run(_frontend(flight, bootstrap, work, timeline))
     env = environment.detect(os.environ)
     if env is not None:
+        # From the first moment: torch takes seconds to load.
+        parent = ParentWatch(lambda: remove_session(os.environ.get(environment.SESSION)))
         if env.rank == 0:
             check(preflight(plan, overrides, check_tensors=False))
         from moe_runtime.launch import rank_process
 
-        return rank_process.run(env, plan, overrides, argv, trace=timeline is not None, serve=serve)
+        return rank_process.run(
+            env, plan, overrides, argv, parent=parent, trace=timeline is not None, serve=serve
+        )
     outputs = {**outputs, "--timeline-out": timeline}
     require_outputs(outputs, {"PLAN": plan, **inputs})
     flight = preflight(plan, overrides, check_tensors=True)

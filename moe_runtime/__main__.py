@@ -4,9 +4,12 @@ import sys
 
 
 def main() -> int:
-    from moe_runtime.launch.cli import run
+    try:
+        from moe_runtime.launch.cli import run
 
-    return run(sys.argv[1:])
+        return run(sys.argv[1:])
+    except KeyboardInterrupt:  # while modules are loaded
+        return 130
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 
 from moe_runtime.errors import InputError
 from moe_runtime.launch import environment
-from moe_runtime.launch.cli import parser
+from moe_runtime.launch.cli import parser, run
 
 ROOT = Path(__file__).resolve().parents[2]
 FROZEN = {
@@ -52,6 +52,22 @@ def test_unusable_arguments_exit_with_2(arguments, capsys):
         parser().parse_args(arguments)
     assert caught.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+def test_what_is_no_number_is_said_in_words(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["bench", "p.yaml", "--trace", "t", "--out", "o", "--speed", "fast"])
+    assert "argument --speed: fast is not a positive number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check p.yaml", "serve p.yaml", "generate p.yaml --prompts p --out o"])
+def test_an_interrupt_before_ranks_run_is_one_word(command, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"moe_runtime.launch.commands.{command.split()[0]}.run", interrupted)
+    assert run(command.split()) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 TORCHRUN = {
