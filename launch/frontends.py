@@ -4,6 +4,7 @@ A frontend that fails ends the launch. Frontends that serve share a port: rank 0
 weights are read, so that a port that is taken is an error at once.
 """
 
+import errno
 import os
 import signal
 import socket
@@ -148,6 +149,8 @@ def _bound(server: EffectiveServer, *, share: bool) -> socket.socket:
         bound = socket.socket(family, kind, proto)
     except OSError as error:
         raise InputError(f"server.host: {where}: {error.strerror}") from None
+    except UnicodeError:  # of names that are too long, or have nothing between two dots
+        raise InputError(f"server.host: {where}: not the name of a host") from None
     # Connections of a server that has just ended do not keep the next one from the port.
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if share:
@@ -156,5 +159,6 @@ def _bound(server: EffectiveServer, *, share: bool) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise InputError(f"server.port: {where}: {error.strerror}") from None
+        hint = "; --set server.port=N takes another" if error.errno == errno.EADDRINUSE else ""
+        raise InputError(f"server.port: {where}: {error.strerror}{hint}") from None
     return bound

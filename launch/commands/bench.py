@@ -110,6 +110,9 @@ class _Bench:
         key = os.environ.get(API_KEY)
         model = await served_model(server, key)
         scraper = Scraper(server)
+        await scraper.require_ranks(
+            [(i.deployment, i.name, rank) for i in flight.effective.instances for rank in range(len(i.ranks))]
+        )
         follow = asyncio.create_task(scraper.follow())
         warmup_end = time.monotonic()
         with Progress("requests", len(arrivals)) as progress:

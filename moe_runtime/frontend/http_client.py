@@ -95,7 +95,7 @@ async def request(
             ssl=ssl.create_default_context() if server.tls else None,
             limit=_HEAD_BYTES,
         )
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a host's name may be none
         raise HttpFailure(f"cannot connect to {server.host}:{server.port}: {error}") from error
     try:
         writer.write(_head(server, method, path, body, headers or {}) + (body or b""))

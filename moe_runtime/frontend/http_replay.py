@@ -18,6 +18,8 @@ from moe_runtime.frontend.replay import Arrival
 from moe_runtime.report.records import RequestRecord
 from moe_runtime.spec.requests import FinishReason
 
+ANSWER_SECONDS = 30.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
@@ -30,15 +32,20 @@ class Instances:
 async def served_model(server: Server, key: str | None) -> str:
     """The name of the server's only model. InputError if there is no such server or model."""
     try:
-        async with request(server, "GET", "/v1/models", headers=_authorization(key)) as answer:
-            body = await answer.body()
-            if answer.status != 200:
-                raise InputError(
-                    f"--http: /v1/models answers {answer.status}: {body[:200].decode(errors='replace')}"
-                )
-            names = [str(m["id"]) for m in msgspec.json.decode(body)["data"]]
-    except (HttpFailure, msgspec.DecodeError, KeyError, TypeError) as error:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            async with request(server, "GET", "/v1/models", headers=_authorization(key)) as answer:
+                body = await answer.body()
+    except HttpFailure as error:
         raise InputError(f"--http: {error}") from error
+    except TimeoutError as error:
+        raise InputError(f"--http: /v1/models does not answer within {ANSWER_SECONDS:g} s") from error
+    shown = body[:200].decode(errors="replace")
+    if answer.status != 200:
+        raise InputError(f"--http: /v1/models answers {answer.status}: {shown}")
+    try:
+        names = [str(m["id"]) for m in msgspec.json.decode(body)["data"]]
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError) as error:
+        raise InputError(f"--http: /v1/models answers what is no list of models: {shown}") from error
     if len(names) != 1:
         raise InputError(f"--http: the server has {len(names)} models: {', '.join(names)}")
     return names[0]

@@ -6,11 +6,12 @@ means are exact, what happened within an interval is not known.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from moe_runtime.errors import InputError
 from moe_runtime.frontend.http_client import HttpFailure, Server, request
 from moe_runtime.frontend.metrics import PREFIX
 from moe_runtime.report.records import OVERLAP_REASONS, PHASES, RankSteps, StepLog
@@ -45,8 +46,26 @@ class Scraper:
                 text = (await answer.body()).decode()
                 if answer.status == 200:
                     self.looks.append(Look(time.monotonic(), read_ranks(text)))
-        except HttpFailure:
+        except (HttpFailure, ValueError):  # no answer, or none of Prometheus' form
             return
+
+    async def require_ranks(self, expected: Collection[_Rank], *, seconds: float = 5.0) -> None:
+        """InputError if the server has other ranks than the plan, or still lacks some after `seconds`.
+
+        A server that tells nothing of ranks may be any other.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            await self.look()
+            there = set(self.looks[-1].ranks) if self.looks else set()
+            if not there or there == set(expected):
+                return
+            if not there < set(expected) or time.monotonic() > deadline:
+                raise InputError(
+                    f"--http: the server does not run this plan: its ranks are {_named(there)},"
+                    f" the plan's {_named(expected)}"
+                )
+            await asyncio.sleep(EVERY_SECONDS)
 
     async def follow(self) -> None:
         """Look every so often, until cancelled."""
@@ -62,6 +81,14 @@ class Scraper:
             _steps(rank, [(n.time, n.ranks[rank]) for n in self.looks if rank in n.ranks], num_moe_layers)
             for rank in sorted(self.looks[-1].ranks)
         ]
+
+
+def _named(ranks: Collection[_Rank]) -> str:
+    """`decode-0 0 to 3, prefill-0 0 to 1`, instances in order."""
+    numbers: dict[str, list[int]] = {}
+    for _, instance, number in sorted(ranks):
+        numbers.setdefault(instance, []).append(number)
+    return ", ".join(f"{name} {found[0]} to {found[-1]}" for name, found in numbers.items())
 
 
 def read_ranks(text: str) -> dict[_Rank, dict[str, float]]:

@@ -21,13 +21,14 @@ from moe_runtime.report.tally import Evidence
 def build_report(facts: RunFacts, requests: Sequence[RequestRecord], steps: Sequence[RankSteps]) -> Report:
     """The report of a measured run. `steps` may hold several batches per rank, in order.
 
-    Raises ValueError if there is nothing to report, or records name deployments the facts do not have.
+    Raises MoeRuntimeError if no request was served, ValueError for no requests and for records that name
+    deployments the facts do not have.
     """
     return report_on(facts, Measured(facts, requests, steps))
 
 
 def report_on(facts: RunFacts, evidence: Evidence) -> Report:
-    """The report of a run. Raises ValueError if there is nothing to report."""
+    """The report of a run. Raises MoeRuntimeError if no request was served, ValueError if there is none."""
     gaps = Gaps()
     for note in facts.notes:
         gaps.warn(note)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moe_runtime.errors import MoeRuntimeError
 from moe_runtime.report.facts import Gaps, RunFacts, Span, percentiles
 from moe_runtime.report.outcomes import RequestOutcome
 from moe_runtime.report.schema import (
@@ -47,7 +48,7 @@ def whole_span(evidence: Evidence) -> Span:
 def choose_window(facts: RunFacts, evidence: Evidence, gaps: Gaps) -> tuple[Span, Window]:
     """From the end of warm-up to the last arrival; if that is under a second or holds no work, the whole run.
 
-    Raises ValueError if there are no requests, or if not even the whole run took any time.
+    Raises ValueError if there are no requests, MoeRuntimeError if not even the whole run took any time.
     """
     requests = evidence.outcomes
     if not requests:
@@ -60,7 +61,8 @@ def choose_window(facts: RunFacts, evidence: Evidence, gaps: Gaps) -> tuple[Span
 
     whole = whole_span(evidence)
     if whole.seconds <= 0:
-        raise ValueError("nothing happened after the first arrival: there is nothing to report")
+        why = f"; the first request: {requests[0].error}" if requests[0].error else ""
+        raise MoeRuntimeError(f"no request was served, so there is nothing to report{why}")
     return whole, _describe(facts, whole, origin, whole_run=True, gaps=gaps)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from moe_runtime.errors import InputError
+from moe_runtime.frontend import http_replay
 from moe_runtime.frontend.board import Board
 from moe_runtime.frontend.http_client import HttpFailure, Server, request
 from moe_runtime.frontend.http_replay import Instances, replay_http, served_model
@@ -137,13 +138,35 @@ def test_what_goes_wrong_is_a_failed_record_that_says_why(handler, named):
     assert named in record.error
 
 
-def test_nobody_listens():
+@pytest.mark.parametrize("host", ["127.0.0.1", "x" * 70 + ".invalid"])
+def test_nobody_listens(host):
     async def work() -> None:
-        async with request(Server.of("http://127.0.0.1:1"), "GET", "/"):
+        async with request(Server.of(f"http://{host}:1"), "GET", "/"):
             raise AssertionError("port 1 answers")
 
-    with pytest.raises(HttpFailure, match="cannot connect to 127.0.0.1:1"):
+    with pytest.raises(HttpFailure, match=f"cannot connect to {host}:1"):
         asyncio.run(work())
+
+
+@pytest.mark.parametrize("shown", [[], [0, 1], [0], [0, 1, 2]])
+def test_a_server_of_another_plan_is_refused(shown):
+    metrics = Metrics(Board(), ranks_per_node=2)
+    for rank in shown:
+        metrics.observe_status(status(rank, time=10.0), now=10.0)
+
+    async def handler(raw: bytes, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole("200 OK", metrics.render()))
+
+    async def work(server: Server) -> None:
+        ranks = [("unified", "unified-0", 0), ("unified", "unified-0", 1)]
+        await Scraper(server).require_ranks(ranks, seconds=0.0)
+
+    if len(shown) in (0, 2):
+        asyncio.run(serve(handler, work))
+        return
+    named = f"its ranks are unified-0 0 to {shown[-1]}, the plan's unified-0 0 to 1"
+    with pytest.raises(InputError, match=named):
+        asyncio.run(serve(handler, work))
 
 
 @pytest.mark.parametrize(
@@ -160,12 +183,19 @@ def test_bad_urls_are_named(url):
         (whole("200 OK", b'{"data": [{"id": "a"}]}'), None),
         (whole("200 OK", b'{"data": [{"id": "a"}, {"id": "b"}]}'), "2 models: a, b"),
         (whole("401 Unauthorized", b"no"), "answers 401: no"),
-        (whole("200 OK", b"[]"), "--http"),
+        (whole("200 OK", b"[]"), r"no list of models: \[\]"),
+        (whole("200 OK", b"<html>"), "no list of models: <html>"),
+        (b"", "does not answer within 0.1 s"),
     ],
 )
-def test_the_model_is_the_only_one_that_is_served(answer, named):
+def test_the_model_is_the_only_one_that_is_served(answer, named, monkeypatch):
     async def handler(raw: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(answer)
+        if not answer:
+            await asyncio.sleep(60)
+
+    if not answer:
+        monkeypatch.setattr(http_replay, "ANSWER_SECONDS", 0.1)
 
     async def work(server: Server) -> str:
         return await served_model(server, None)

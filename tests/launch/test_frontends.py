@@ -1,10 +1,15 @@
 """Frontends as children of rank 0."""
 
 import signal
+import socket
 import subprocess
 import sys
 
-from moe_runtime.launch.frontends import _no_sigterm
+import pytest
+
+from moe_runtime.errors import InputError
+from moe_runtime.launch.frontends import _no_sigterm, listen
+from moe_runtime.plan.effective import EffectiveServer
 
 # As a frontend does: a while until it listens for signals, then it hears of those that came.
 CHILD = """
@@ -37,6 +42,34 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def server(**changes) -> EffectiveServer:
+    values = {
+        "host": "127.0.0.1", "port": 8000, "frontends": 1, "served_name": "", "max_body_bytes": 1,
+        "max_choices": 1, "timeout_s": 1.0, "grace_s": 1.0, "log": "plain",
+    }  # fmt: skip
+    return EffectiveServer(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("x" * 70, "server.host: x+:8000: not the name of a host"),
+        ("256.1.1.1", "server.host: 256.1.1.1:8000: "),
+        ("192.0.2.1", "server.port: 192.0.2.1:8000: Cannot assign"),
+    ],
+)
+def test_a_host_that_cannot_be_listened_on_is_named(host, message):
+    with pytest.raises(InputError, match=message):
+        listen(server(host=host))
+
+
+def test_a_port_that_is_taken_is_named_with_a_way_out():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InputError, match=rf"{port}: .* in use; --set server\.port=N takes another"):
+            listen(server(port=port))
 
 
 def test_a_signal_that_comes_before_a_frontend_listens_is_heard_once_it_does():
