@@ -200,6 +200,17 @@ class Admission:
         self._order += 1
         return Verdict(status=Answer.ADMIT, displaced=displaced)
 
+    def never_together(self, requests: int, tokens: int) -> str:
+        """Why so many outputs at once are not let in even where nothing else runs; empty if they are."""
+        limits = self.limits
+        most_requests = limits.running_requests + limits.queue_requests
+        most_tokens = limits.running_tokens + limits.queue_tokens
+        if requests > most_requests:
+            return f"{requests} outputs at once, at most {most_requests} are let in"
+        if tokens > most_tokens:
+            return f"{requests} outputs take {tokens} tokens, at most {most_tokens} are let in"
+        return ""
+
     def hopeless(self, priority: int, now: float) -> Verdict | None:
         """What every request of this priority would be told now, however short; None: that depends on it.
 

@@ -30,6 +30,13 @@ def limits(**changes) -> AdmissionLimits:
     return AdmissionLimits(**{**values, **changes})
 
 
+def test_outputs_of_one_request_that_could_never_be_let_in_together_are_named():
+    admission = Admission(limits())
+    assert admission.never_together(8, 400) == ""
+    assert admission.never_together(9, 9) == "9 outputs at once, at most 8 are let in"
+    assert admission.never_together(5, 401) == "5 outputs take 401 tokens, at most 400 are let in"
+
+
 def test_limits_follow_from_the_kv_capacity():
     got = derive_limits(
         decode_ranks=4,

@@ -68,7 +68,9 @@ class Gate:
                 note["error"] = error.message
                 await send_error(error, send_with_id)
             else:
-                await self._app(scope, self._limited(receive), send_with_id)
+                # The server leaves the body out of what answers a HEAD.
+                method = "GET" if scope["method"] == "HEAD" else scope["method"]
+                await self._app({**scope, "method": method}, self._limited(receive), send_with_id)
         finally:
             note["ms"] = round(1e3 * (time.monotonic() - start), 1)
             if scope["path"] not in OPEN_PATHS:
@@ -82,6 +84,8 @@ class Gate:
             return self._too_large()
         if path in OPEN_PATHS:
             return None
+        if (error := _unread(headers)) is not None:
+            return error
         if path.startswith(ADMIN):
             if not self._admin_keys:
                 return ApiError(403, "no admin key is set: nobody may use /admin/", code="admin_disabled")
@@ -112,6 +116,20 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is over {self._max_body} bytes", code="body_too_large")
+
+
+def _unread(headers: dict[bytes, bytes]) -> ApiError | None:
+    """The error for a body that would not arrive as what it is."""
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    if encoding != "identity":
+        message = f"content-encoding: a body in {encoding} is not read here; send it as it is"
+        return ApiError(400, message, param="content-encoding")
+    if b"upgrade" in headers and (
+        headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+    ):
+        message = "upgrade: this server speaks HTTP/1.1 only, and a body cannot come with an offer to upgrade"
+        return ApiError(400, message, param="upgrade")
+    return None
 
 
 async def send_error(error: ApiError, send: Send) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from moe_runtime.errors import NoRoom, RequestRefused
-from moe_runtime.frontend.admission import Admission, Verdict
+from moe_runtime.frontend.admission import Admission, Answer, Verdict
 from moe_runtime.frontend.board import STALE_SECONDS
 from moe_runtime.frontend.live import Live
 from moe_runtime.frontend.metrics import Metrics
@@ -194,6 +194,7 @@ class Service:
         """Put every output on admission's books, or none and raise what it says."""
         now = time.monotonic()
         self.admission.missing = tuple(self.not_ready())
+        self._require_possible(orders)
         ids: list[int] = []
         for order in orders:
             request_id = self.backend.new_id()
@@ -214,6 +215,13 @@ class Service:
                 raise _turned_away(verdict)
             ids.append(request_id)
         return ids
+
+    def _require_possible(self, orders: Sequence[Order]) -> None:
+        """ApiError 400 for outputs that would be turned away together at any time."""
+        tokens = sum(len(o.prompt) + o.sampling.max_tokens for o in orders)
+        if reason := self.admission.never_together(len(orders), tokens):
+            self.metrics.observe_verdict(Verdict(status=Answer.NEVER, reason=reason))
+            raise ApiError(400, f"n: {reason}", param="n", code="too_many_outputs")
 
     def _displace(self, request_id: int) -> None:
         if (running := self._choices.get(request_id)) is not None:

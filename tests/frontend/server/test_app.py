@@ -136,6 +136,34 @@ def test_a_body_of_unknown_length_is_limited_too(model):
     run(model, story)
 
 
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({"content-encoding": "gzip"}, "content-encoding"),
+        ({"connection": "upgrade", "upgrade": "h2c"}, "upgrade"),  # what some clients send at first
+    ],
+)
+def test_a_body_that_would_not_arrive_as_it_is_is_refused_by_its_header(model, headers, param):
+    async def story(server, http):
+        answer = await http.post(COMPLETIONS, json={"model": "stub", "prompt": "hi"}, headers=headers)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == param
+        assert (await http.get("/v1/models", headers=headers | {"content-encoding": "identity"})).is_success
+
+    run(model, story)
+
+
+@pytest.mark.parametrize("path", ["/health", "/", "/v1/models"])
+def test_what_can_be_got_can_be_asked_for_its_head(model, path):
+    async def story(server, http):
+        head, get = await http.head(path), await http.get(path)
+        assert head.status_code == get.status_code == 200
+        assert head.headers["content-type"] == get.headers["content-type"]
+        assert (await http.head(COMPLETIONS)).status_code == 405
+
+    run(model, story)
+
+
 def test_keys(model):
     async def story(server, http):
         asked = {"model": "stub", "prompt": "hi"}
@@ -663,6 +691,20 @@ def test_too_many_requests_are_told_when_to_come_back(model):
         server.backend.hold.set()
         statuses = sorted([(await w).status_code for w in waiting] + [(await urgent).status_code])
         assert statuses == [200, 200, 200, 200, 429]
+
+    run(model, story, queue=2)
+
+
+@pytest.mark.parametrize("asked", [{"n": 5}, {"prompt": ["ab"] * 5}])
+def test_outputs_that_could_never_be_let_in_together_are_not_told_to_come_back(model, asked):
+    async def story(server, http):
+        answer = await http.post(
+            COMPLETIONS, json={"model": "stub", "prompt": "hi", "max_tokens": 1, **asked}
+        )
+        assert answer.status_code == 400
+        assert "retry-after" not in answer.headers
+        assert answer.json()["error"]["param"] == "n"
+        assert "5 outputs at once, at most 4 are let in" in answer.json()["error"]["message"]
 
     run(model, story, queue=2)
 
