@@ -5,19 +5,16 @@ Owns when turns and steps happen. At depth 1 the turn of a step is held when the
 its samples are settled when it ends. What the samples mean to clients is the desk's to know.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from moe_runtime.engine.agree import NO_OFFER, MoveOrder, StepDecision, StepKind
 from moe_runtime.scheduler.counted import CountedScheduler
 from moe_runtime.scheduler.scheduler import TokenEvent
-from moe_runtime.scheduler.sequences import Sequence
 from moe_runtime.virtual.cluster.agreement import Agreement
 from moe_runtime.virtual.cluster.balancing import Balancer
 from moe_runtime.virtual.cluster.clock import Clock, Kind
@@ -25,27 +22,11 @@ from moe_runtime.virtual.cluster.events import Slowdown
 from moe_runtime.virtual.cluster.moving import Moves, Moving
 from moe_runtime.virtual.cluster.overlap import OverlapGain
 from moe_runtime.virtual.cluster.ranks import Ranks
-from moe_runtime.virtual.cluster.records import Listener, StepRun
-from moe_runtime.virtual.cluster.times import StepTimes, lengthened, slowed
+from moe_runtime.virtual.cluster.records import Desk, Listener, StepRun
+from moe_runtime.virtual.cluster.times import StepTimes, lengthened, stretch
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape
 
 Message = Callable[[int], None]
-
-
-class Desk(Protocol):
-    """Who hears what an instance has to say, at the moment it happens."""
-
-    def fetch(self, instance: str, rank: int, sequence: Sequence) -> None:
-        """The sequence has blocks: its KV may come."""
-        ...
-
-    def token(self, instance: str, rank: int, event: TokenEvent) -> None:
-        """A sequence ended, left, or its prefill is complete."""
-        ...
-
-    def second_token(self, sequence: Sequence, time: float) -> None:
-        """A sequence gets its second token at `time`."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -230,7 +211,8 @@ class Instance:
             rounds=decision.rounds,
         )
         factor = max([s.factor for s in self._slowdowns if s.start <= begin < s.end], default=1.0)
-        turns, last, cost = self._stretch(shape, *self._alike(decision), begin, factor)
+        turns, until = self._alike(decision)
+        turns, last, cost = stretch(self.times, shape, turns, until, begin=begin, factor=factor)
         if extra:
             cost = lengthened(cost, extra)
         end = begin + cost.seconds
@@ -261,22 +243,6 @@ class Instance:
             most, before = self._moving.alike()
             turns, until = min(turns, most), before if until is None else min(until, before)
         return turns, until
-
-    def _stretch(
-        self, shape: StepShape, turns: int, until: float | None, begin: float, factor: float
-    ) -> tuple[int, float, StepCost]:
-        """How many of `turns` steps begin before `until`; when the last does; their cost."""
-        first = slowed(self.times.step(shape), factor)
-        if until is not None and turns > 1:
-            # Contexts grow, so no step is shorter than the first.
-            turns = min(turns, math.ceil((until - begin) / first.seconds))
-        while turns > 1:
-            cost, last = self.times.run(shape, turns)
-            before = (cost.seconds - last.seconds) * factor
-            if until is None or begin + before < until:
-                return turns, before, slowed(cost, factor)
-            turns -= 1
-        return 1, 0.0, first
 
     def _tell(self, decision: StepDecision, step: int, turns: int, begin: float, cost: StepCost) -> None:
         ranks = self.ranks

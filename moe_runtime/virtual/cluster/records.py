@@ -1,4 +1,4 @@
-"""What a virtual cluster tells whoever listens: runs of steps and ends of requests, as they happen.
+"""What a virtual cluster tells whoever listens (steps, ends of requests), and its instances the desk.
 
 Pure data. Times are virtual seconds from the start of the simulation. R ranks of an instance. Long runs
 have millions of steps and of tokens, so nothing here is per token, and steps in which nothing changed but
@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.engine.agree import StepDecision
+from moe_runtime.scheduler.scheduler import TokenEvent
+from moe_runtime.scheduler.sequences import Sequence
 from moe_runtime.virtual.cost.shapes import StepCost
 
 I64 = NDArray[np.int64]
@@ -78,3 +80,19 @@ class Listener(Protocol):
     def steps(self, run: StepRun) -> None: ...
 
     def request(self, end: RequestEnd) -> None: ...
+
+
+class Desk(Protocol):
+    """Who hears what an instance has to say, at the moment it happens."""
+
+    def fetch(self, instance: str, rank: int, sequence: Sequence) -> None:
+        """The sequence has blocks: its KV may come."""
+        ...
+
+    def token(self, instance: str, rank: int, event: TokenEvent) -> None:
+        """A sequence ended, left, or its prefill is complete."""
+        ...
+
+    def second_token(self, sequence: Sequence, time: float) -> None:
+        """A sequence gets its second token at `time`."""
+        ...

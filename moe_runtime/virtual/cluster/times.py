@@ -1,5 +1,6 @@
 """Step times: seconds of a step of an instance, from the cost model or from what a real engine measured."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
@@ -101,3 +102,22 @@ def lengthened(cost: StepCost, seconds: float) -> StepCost:
         parts={**cost.parts, "other": cost.parts["other"] + seconds},
         bounds={**cost.bounds, "hbm": cost.bounds["hbm"] + seconds},
     )
+
+
+def stretch(
+    times: StepTimes, shape: StepShape, turns: int, until: float | None, *, begin: float, factor: float
+) -> tuple[int, float, StepCost]:
+    """How many of `turns` equal steps from `begin` on begin before `until`; when, from there, the last does;
+    what all of them cost. `factor`: as in `slowed`.
+    """
+    first = slowed(times.step(shape), factor)
+    if until is not None and turns > 1:
+        # Contexts grow, so no step is shorter than the first.
+        turns = min(turns, math.ceil((until - begin) / first.seconds))
+    while turns > 1:
+        cost, last = times.run(shape, turns)
+        before = (cost.seconds - last.seconds) * factor
+        if until is None or begin + before < until:
+            return turns, before, slowed(cost, factor)
+        turns -= 1
+    return 1, 0.0, first

@@ -185,16 +185,6 @@ def test_experts_that_move_make_later_steps_shorter(tmp_path):
     assert bound(moved, "decode", "imbalance") < bound(still, "decode", "imbalance")
 
 
-def test_balancing_moves_experts_once_an_interval_is_full(tmp_path):
-    plan = make_plan(
-        tmp_path,
-        "deployments.decode.balancing.enabled=true",
-        "deployments.decode.balancing.interval_tokens=500",
-    )
-    loads = of(simulated(plan, requests(60)), "decode").rank_loads
-    assert max(map(max, loads.after)) < max(map(max, loads.before))
-
-
 def test_assumptions_are_said_and_unknown_machines_refused(tmp_path):
     notes = assumptions(SKEWED, MODEL, "bfloat16")
     assert any("power:0.8 is assumed" in n for n in notes)
