@@ -1,5 +1,8 @@
 """Scripted events from a file: read, and refused with file, line and field."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from moe_runtime.errors import InputError
@@ -142,3 +145,12 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="not text"):
         read_events(tmp_path / "binary.yaml", RANKS)
+
+
+def test_what_the_docs_show_can_be_read(tmp_path):
+    text = (Path(__file__).resolve().parents[3] / "docs" / "simulation.md").read_text()
+    blocks = re.findall(r"^```\n(events:\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    first, second = (read(tmp_path, block) for block in blocks)
+    assert {type(e) for e in first} == {Slowdown, Rebalance, FailureAt, LoadShift, LoadDrift}
+    assert [type(e) for e in second] == [LoadShift]
