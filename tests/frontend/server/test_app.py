@@ -10,6 +10,7 @@ import openai
 import pytest
 from opentelemetry import trace
 
+from moe_runtime.engine.balancing.wire import BalancingStatus
 from moe_runtime.engine.messages import Logprobs
 from moe_runtime.frontend.openai.forms import CompletionForm
 from moe_runtime.frontend.openai.logprobs import LogprobFormat
@@ -709,23 +710,47 @@ def test_outputs_that_could_never_be_let_in_together_are_not_told_to_come_back(m
     run(model, story, queue=2)
 
 
-def test_what_outlasts_the_grace_time_is_told_so(model):
+@pytest.mark.parametrize(
+    ("asked", "grace", "why"), [(1, 0.05, "grace time of 0.05 s"), (2, 60.0, "told to stop now")]
+)
+def test_what_outlasts_the_grace_time_or_a_second_signal_is_told_so(model, asked, grace, why):
     async def story(server: StubServer, http):
         server.backend.outputs = ["word " * 60]
         streamed, sent, _ = await open_request(server, stream=True, chunks=3)
         server.backend.hold.clear()
         waiting = asyncio.create_task(http.post(COMPLETIONS, json={"model": "stub", "prompt": "hi"}))
         await until(lambda: len(server.backend.running) == 2)
-        server.ending.ask()
-        await finish(server.service, server.ending, 0.05)
+        for _ in range(asked):
+            server.ending.ask()
+        await finish(server.service, server.ending, grace)
         await until(streamed.done)
         last = json.loads(sent[-1]["body"].rpartition(b"data: ")[2])
         assert last["error"]["code"] == "shutting_down"
-        assert "grace time of 0.05 s" in last["error"]["message"]
+        assert why in last["error"]["message"]
         answer = await waiting
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
 
     run(model, story)
+
+
+def test_a_server_that_is_full_and_moves_experts_is_alive_and_ready(model):
+    async def story(server: StubServer, http):
+        server.backend.hold.clear()
+        asked = {"model": "stub", "prompt": "hi"}
+        running = [asyncio.create_task(http.post(COMPLETIONS, json=asked)) for _ in range(4)]
+        await until(lambda: len(server.backend.running) == 4)
+        for epoch in range(3):
+            now = time.monotonic()
+            moving = BalancingStatus(epoch=epoch, moves=9, moved_bytes=9, stall_seconds=epoch, aborted=0)
+            server.service.metrics.board.observe(rank_status(0, now, running=4, balancing=moving), now)
+            assert (await http.post(COMPLETIONS, json=asked)).status_code == 429
+            assert (await http.get("/health")).json() == {"status": "ok", "silent": []}
+            assert (await http.get("/ready")).status_code == 200
+        assert b"moe_runtime_expert_moves_total" in (await http.get("/metrics")).content
+        server.backend.hold.set()
+        await asyncio.gather(*running)
+
+    run(model, story, queue=2)
 
 
 def test_a_rank_that_falls_silent_is_named(model, monkeypatch):
