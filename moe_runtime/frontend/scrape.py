@@ -84,11 +84,14 @@ class Scraper:
 
 
 def _named(ranks: Collection[_Rank]) -> str:
-    """`decode-0 0 to 3, prefill-0 0 to 1`, instances in order."""
+    """`decode-0 rank 0 to 3, prefill-0 rank 0`, instances in order."""
     numbers: dict[str, list[int]] = {}
     for _, instance, number in sorted(ranks):
         numbers.setdefault(instance, []).append(number)
-    return ", ".join(f"{name} {found[0]} to {found[-1]}" for name, found in numbers.items())
+    return ", ".join(
+        f"{name} rank {found[0]}" + (f" to {found[-1]}" if len(found) > 1 else "")
+        for name, found in numbers.items()
+    )
 
 
 def read_ranks(text: str) -> dict[_Rank, dict[str, float]]:
