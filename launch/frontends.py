@@ -28,6 +28,8 @@ from moe_runtime.launch.sockets import inbox_address
 from moe_runtime.plan.effective import EffectiveServer
 
 EXIT_SECONDS = 60.0
+LAST_WORDS_SECONDS = 1.0
+SIGNAL_SECONDS = 0.1  # between two signals, which would be one if they met
 
 
 class Frontends:
@@ -37,6 +39,7 @@ class Frontends:
         self._on_failure = on_failure
         self._processes: list[subprocess.Popen[bytes]] = []
         self._closing = False
+        self._serving = False
 
     def start(
         self, flight: Preflight, session: Path, argv: Sequence[str], listeners: Sequence[socket.socket] = ()
@@ -44,6 +47,7 @@ class Frontends:
         """Run the command line `argv` once more per listener, or once; each gets its listener."""
         ranks = rank_addresses(flight, session)
         count = max(1, len(listeners))
+        self._serving = bool(listeners)
         addresses = [ipc_address(session, f"frontend.{number}") for number in range(count)]
         for number, address in enumerate(addresses):
             bootstrap = Bootstrap(
@@ -81,12 +85,23 @@ class Frontends:
         return next((c for c in codes if c), 0)
 
     def kill(self) -> None:
-        """End those that still run."""
+        """End those that still run; those that serve have a moment to tell their clients."""
         self._closing = True
+        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        for _ in range(2 if self._serving else 0):  # the second signal means now
+            self.signal(signal.SIGTERM)
+            self._wait(min(deadline, time.monotonic() + SIGNAL_SECONDS))
+        self._wait(deadline if self._serving else 0.0)
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+    def _wait(self, deadline: float) -> None:
+        """Until all have ended, at most until then."""
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
 
     def _watch(self, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()

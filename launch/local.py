@@ -21,7 +21,7 @@ from moe_runtime.launch.console import say
 from moe_runtime.launch.sockets import make_session, remove_session
 
 POLL_SECONDS = 0.05
-GRACE_SECONDS = 3.0
+AGAIN_SECONDS, GRACE_SECONDS = 0.3, 3.0
 WITNESS_SECONDS = 1.5  # after a rank's failure, for the others to say whom they waited for
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -124,13 +124,19 @@ def _wait(ranks: "list[subprocess.Popen[bytes]]", seconds: float) -> None:
 def _end_all(ranks: "list[subprocess.Popen[bytes]]") -> None:
     """SIGTERM, then SIGKILL, to every rank's session; returns when all are reaped.
 
+    SIGTERM twice, since rank 0 of a server takes the first one as a wish to let requests finish.
+
     Another interrupt meanwhile kills at once.
     """
     for interrupt in INTERRUPTS:
         signal.signal(interrupt, lambda number, frame: _signal_all(ranks, signal.SIGKILL))
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, seconds in (
+        (signal.SIGTERM, AGAIN_SECONDS),
+        (signal.SIGTERM, GRACE_SECONDS),
+        (signal.SIGKILL, GRACE_SECONDS),
+    ):
         _signal_all(ranks, number)
-        _wait(ranks, GRACE_SECONDS)
+        _wait(ranks, seconds)
 
 
 def _signal_all(ranks: "list[subprocess.Popen[bytes]]", number: signal.Signals) -> None:

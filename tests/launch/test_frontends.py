@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moe_runtime.errors import InputError
-from moe_runtime.launch.frontends import _no_sigterm, listen
+from moe_runtime.launch.frontends import Frontends, _no_sigterm, listen
 from moe_runtime.plan.effective import EffectiveServer
 
 # As a frontend does: a while until it listens for signals, then it hears of those that came.
@@ -42,6 +42,35 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+SERVING = """
+import signal, sys, time
+heard = 0
+
+def handle(*_):
+    global heard
+    heard += 1
+    if heard == int(sys.argv[1]):
+        sys.exit(7)
+
+signal.signal(signal.SIGTERM, handle)
+print("listening", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("serving", "ends_at", "code"), [(True, 2, 7), (True, 9, -9), (False, 1, -9)])
+def test_a_frontend_that_serves_may_tell_its_clients_before_it_is_killed(monkeypatch, serving, ends_at, code):
+    monkeypatch.setattr("moe_runtime.launch.frontends.LAST_WORDS_SECONDS", 10.0 if code == 7 else 0.3)
+    with subprocess.Popen([sys.executable, "-c", SERVING, str(ends_at)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"listening\n"
+        frontends = Frontends(lambda code: None)
+        frontends._processes, frontends._serving = [child], serving
+        frontends.kill()
+        assert child.returncode == code
 
 
 def server(**changes) -> EffectiveServer:
