@@ -1,8 +1,9 @@
 """Decisions of rank 0: when to move, how good the prediction is, what a sick solver does to serving."""
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -275,3 +276,14 @@ def test_the_solver_is_a_process_that_may_be_killed():
     while solver._process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert solver._process.poll() is not None
+
+
+def test_the_solver_is_told_of_nodes_and_groups():
+    bench = Bench()
+    question = bench.controller.question(None)
+    assert (question.nodes, question.groups) == (1, 1)
+    bench.controller.settings = replace(bench.controller.settings, nodes=2, groups=4)
+    question = bench.controller.question(np.ones((LAYERS, EXPERTS)))
+    assert (question.nodes, question.groups) == (2, 4)
+    assert Thinker().think(question).error == ""
+    assert "groups" in Thinker().think(msgspec.structs.replace(question, groups=3)).error

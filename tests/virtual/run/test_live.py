@@ -6,16 +6,25 @@ import numpy as np
 import pytest
 
 from moe_runtime.engine.agree import StepDecision, StepKind
+from moe_runtime.engine.balancing.wire import NewPlacement
 from moe_runtime.errors import InputError
+from moe_runtime.placement.migration import plan_migration
 from moe_runtime.placement.placement import linear
+from moe_runtime.placement.topology import Topology
+from moe_runtime.virtual.cluster.clock import Clock
 from moe_runtime.virtual.cluster.events import Rebalance
+from moe_runtime.virtual.cluster.moving import Moves
 from moe_runtime.virtual.cluster.records import StepRun
-from moe_runtime.virtual.cluster.times import plain_cost
+from moe_runtime.virtual.cluster.times import StepTimes, plain_cost
 from moe_runtime.virtual.cost.balance import Drift
+from moe_runtime.virtual.cost.loads import place
 from moe_runtime.virtual.cost.model import CostModel
+from moe_runtime.virtual.run import balancer
 from moe_runtime.virtual.run.course import LoadDrift, LoadShift, course
+from moe_runtime.virtual.run.epochs import Epochs
 from moe_runtime.virtual.run.history import LoadHistory
 from moe_runtime.virtual.run.loads import Assumed, DeploymentLoads, LoadChoice
+from moe_runtime.virtual.run.mover import VirtualMover
 from moe_runtime.virtual.run.prepare import Prepared, Workload, prepare
 from moe_runtime.virtual.run.script import FailureAt
 from moe_runtime.virtual.run.window import WindowCounter
@@ -179,8 +188,8 @@ def test_what_a_sequence_adds_stays_with_it():
     assert spread(replace(strays, tokens_of_sequence=100.0)) == pytest.approx(0.03, rel=0.25)
 
 
-def prepared_of(folder):
-    plan = make_plan(folder)
+def prepared_of(folder, *overrides: str) -> Prepared:
+    plan = make_plan(folder, *overrides)
     return prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), SKEWED)["decode"]
 
 
@@ -262,3 +271,66 @@ def test_figures_of_balance_are_those_of_the_steps_with_their_loads():
     assert first.mean == pytest.approx((5 / 7 + 1) / 2, abs=0.02), "half of the steps were even"
     assert first.of_sum == pytest.approx(1 / (0.5 * 1.4 + 0.5), abs=0.01)
     assert first.p5 == pytest.approx(5 / 7, abs=0.02)
+
+
+class Taken:
+    """An instance that only takes moves."""
+
+    name = "decode-0"
+    moves: Moves | None = None
+    times: StepTimes | None = None
+
+    def move(self, moves: Moves) -> None:
+        self.moves = moves
+
+    def set_times(self, times: StepTimes) -> None:
+        self.times = times
+
+
+def test_what_a_move_takes_and_where_it_leads(tmp_path):
+    prepared = prepared_of(tmp_path, "deployments.decode.balancing.bytes_per_step=1000000")
+    start, size = prepared.assumed.placement, prepared.slot_bytes
+    assert size == 3 * MODEL.hidden * MODEL.moe.intermediate * 2
+    target = place(
+        prepared.assumed.load_LE, ranks=4, ranks_per_node=4, redundant_experts=4, balanced=True, groups=1
+    )
+    topology, taken, ended = Topology(nodes=1, ranks_per_node=4), Taken(), list[str]()
+    plan = plan_migration(start, target, topology)
+    epochs = Epochs(prepared, ("decode-0",))
+    mover = VirtualMover(
+        instance=taken,  # type: ignore[arg-type]
+        clock=Clock(),
+        epochs=epochs,
+        topology=topology,
+        ended=ended.append,
+        placement=start,
+    )
+    alone = mover.seconds_per_byte
+    assert size * alone == pytest.approx(prepared.cost.links.bulk(size, local=True))
+    mover.aim(NewPlacement.of(1, start, target, np.stack([plan.layer_M, plan.slot_M, plan.source_M])), 0.0)
+    assert mover.busy
+    assert taken.moves is not None
+    units = taken.moves.units
+    assert len(units) == 3, "every layer gets other experts"
+    for layer, unit in enumerate(units):
+        mine = plan.layer_M == layer
+        leaving, coming = (int(np.bincount(slots[mine] // 9).max()) for slots in (plan.source_M, plan.slot_M))
+        assert unit.turns == -(-leaving * size // 1_000_000)
+        assert 0 < unit.seconds <= max(leaving, coming) * size * alone * (1 + 1e-9), "over NVLink"
+        assert 0 < unit.commit_seconds < 1e-3
+    drawn = [taken.moves.committed(count) for count in (1, 2, 3)]
+    assert all(times is not None for times in drawn)
+    assert mover.placement.slot_to_expert_LS.tolist() == target.slot_to_expert_LS.tolist()
+    assert mover.placement.epoch == start.epoch + 3
+    assert (mover.busy, ended, epochs.times("decode-0")) == (False, [""], drawn[-1])
+
+
+def test_windows_that_end_while_the_solver_thinks_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(balancer, "SOLVER_SECONDS_PER_SLOT", 0.01)
+    plan = make_plan(tmp_path, *LIVE, "deployments.decode.balancing.interval_tokens=100")
+    report = simulated(plan, requests(40), (), SKEWED)
+    balancing = of(report, "decode").balancing
+    assert balancing.late_windows > balancing.decisions > 0
+    assert any("balancing.interval_tokens is short" in w for w in report.warnings)
+    first, second = balancing.rebalances[:2]
+    assert second.decided - first.decided >= 0.01 * 3 * 36
