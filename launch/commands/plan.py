@@ -53,14 +53,14 @@ def _model(text: str) -> tuple[str, ModelSpec]:
     if name in CATALOG:
         return PREFIX + name, CATALOG[name]
     folder = Path(text)
-    if catalog_name(text) is not None or not folder.is_dir():
+    if catalog_name(text) is not None or not text or not folder.is_dir():
         raise InputError(f"--model {text!r}: neither a checkpoint's folder nor one of {', '.join(CATALOG)}")
     return str(folder.resolve()), read_spec(folder)
 
 
 def _workload(text: str) -> Workload:
     path = Path(text)
-    if "=" in text and not path.exists():
+    if not text or ("=" in text and not path.exists()):
         return parse_workload(text)
     requests = read_trace(path)
     if any(r.prompt is not None for r in requests):

@@ -96,6 +96,8 @@ def test_a_checkpoint_and_a_trace_will_do(tmp_path: Path, capsys: pytest.Capture
     [
         (["--model", "deepsek", *SMALL[2:], *ASKED], "--model 'deepsek': neither a checkpoint's folder nor"),
         ([*SMALL[:3], "abacus", *SMALL[4:], *ASKED], "machine 'abacus'"),
+        (["--model", "", *SMALL[2:], *ASKED], "--model '': neither a checkpoint's folder nor"),
+        ([*SMALL, "--workload", "", *ASKED[2:]], "--workload: '' is not one of input"),
         ([*SMALL, "--workload", "nowhere.jsonl", *ASKED[2:]], "nowhere.jsonl"),
         ([*SMALL, *ASKED[:2], "--slo", "ttft=2s"], "tpot= is missing"),
         ([*SMALL, *ASKED, "--what-if", "colour=blue"], "--what-if 'colour=blue'"),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from moe_runtime.errors import MoeRuntimeError
 from moe_runtime.report import balance, schema_time
 from moe_runtime.report.build import build_report
 from moe_runtime.report.facts import percentiles, weighted_percentiles
@@ -309,6 +310,12 @@ def test_log_of_requests_counts_from_the_first_arrival(make):
     assert (first.prompt_tokens, first.output_tokens, first.finish_reason) == (10, 2, "length")
     assert (second.arrival, second.sent, second.first_token, second.last_token) == (10.0, None, None, None)
     assert (second.error, second.finish_reason) == ("no room", "error")
+
+
+def test_a_run_in_which_nothing_was_served_says_why(make):
+    refused = alone(make, 0, 100.0, [], finish_reason="error", error="HTTP 429", sent=100.0, output_tokens=0)
+    with pytest.raises(MoeRuntimeError, match="no request was served, .*; the first request: HTTP 429"):
+        build(unified(make, 1), [refused], [])
 
 
 def test_phases_that_do_not_add_up_are_warned_of(make):
