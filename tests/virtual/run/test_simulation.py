@@ -9,7 +9,7 @@ from moe_runtime.errors import InputError
 from moe_runtime.report.build import build_report, report_on
 from moe_runtime.report.facts import DeploymentFacts, RunFacts
 from moe_runtime.report.records import RequestRecord
-from moe_runtime.virtual.cluster.events import Rebalance, Slowdown
+from moe_runtime.virtual.cluster.events import Slowdown
 from moe_runtime.virtual.cluster.simulate import simulate
 from moe_runtime.virtual.cluster.times import ModelTimes
 from moe_runtime.virtual.run.loads import LoadChoice
@@ -173,16 +173,6 @@ def test_a_failed_instance_fails_what_it_held(tmp_path):
     assert report.requests.failed > 0
     assert report.requests.finished + report.requests.failed == 30
     assert any("requests failed" in w for w in report.warnings)
-
-
-def test_experts_that_move_make_later_steps_shorter(tmp_path):
-    plan, choice = make_plan(tmp_path), LoadChoice("power", 1.5)
-    moved = simulated(plan, requests(60), [Rebalance(instance="decode-0", at=1.0)], choice)
-    still = simulated(plan, requests(60), choice=choice)
-    loads = of(moved, "decode").rank_loads
-    assert max(map(max, loads.after)) < max(map(max, loads.before))
-    assert of(still, "decode").rank_loads.after == of(still, "decode").rank_loads.before
-    assert bound(moved, "decode", "imbalance") < bound(still, "decode", "imbalance")
 
 
 def test_assumptions_are_said_and_unknown_machines_refused(tmp_path):
