@@ -94,8 +94,9 @@ class _Crowd:
     def refutes_by_rest(self, T_L: NDArray[np.float64], layers: NDArray[np.intp]) -> NDArray[np.bool_]:
         """bool, an entry per given layer: proven that no plan of it has a peak of T or less."""
         parts_LE, rest_LE = self._parts(T_L, layers)
-        possible_L: NDArray[np.bool_] = self._fits(T_L, parts_LE, rest_LE, order_of(rest_LE)).all(axis=1)
-        return ~possible_L
+        fits_LE = self._fits(T_L, parts_LE, rest_LE, order_of(rest_LE))
+        refuted_L: NDArray[np.bool_] = np.logical_or.reduce(~fits_LE, axis=1)
+        return refuted_L
 
     def refutes_by_load(self, T_L: NDArray[np.float64], layers: NDArray[np.intp]) -> NDArray[np.bool_]:
         """The same with H the hottest experts."""
@@ -103,8 +104,8 @@ class _Crowd:
         fits_LE = self._fits(T_L, parts_LE, rest_LE, self.by_load_LE[layers])
         # The others' smallest parts are sorted by load only as long as each has one part.
         fits_LE |= np.arange(rest_LE.shape[1]) > (parts_LE == 1).sum(axis=1)[:, None]
-        possible_L: NDArray[np.bool_] = fits_LE.all(axis=1)
-        return ~possible_L
+        refuted_L: NDArray[np.bool_] = np.logical_or.reduce(~fits_LE, axis=1)
+        return refuted_L
 
     def _parts(
         self, T_L: NDArray[np.float64], layers: NDArray[np.intp]

@@ -21,13 +21,13 @@ def swap_rounds(state: State, goal_L: NDArray[np.float64], rounds: int) -> None:
     each: most ranks are brought near the mean, then the heaviest have more to choose from. A layer is done
     when its heaviest rank carries at most the goal.
     """
-    heavy = state.load_LR.shape[1] // 2
+    heavy, choices = state.load_LR.shape[1] // 2, _choices(state.expert_LRN.shape[2])
     on = np.flatnonzero(state.peak_L > goal_L)
     part = state.take(on)
     for step in range(max(1, heavy.bit_length() - 1) * rounds):
         if heavy == 0 or not len(on):
             return
-        _swap_off_heavy(part, max(heavy >> step // rounds, 1), step % rounds)
+        _swap_off_heavy(part, max(heavy >> step // rounds, 1), step % rounds, choices)
         state.put(on, part)
         done = part.peak_L <= goal_L[on]
         if done.any():
@@ -35,7 +35,18 @@ def swap_rounds(state: State, goal_L: NDArray[np.float64], rounds: int) -> None:
             part = state.take(on)
 
 
-def _swap_off_heavy(part: State, H: int, turn: int) -> None:
+def _choices(N: int) -> list[tuple[NDArray[np.intp], NDArray[np.intp]]]:
+    """Sets of slots to be swapped, the heavy rank's and the light one's: one slot each, and two if few."""
+    single, double = _single_sets(N), _double_sets(N)
+    if not 4 <= N <= 6:
+        return [(single, single)]
+    # For four slots the sets without slot 0 leave the same two ranks, the other way round.
+    return [(single, single), (double[: N - 1] if N == 4 else double, double)]
+
+
+def _swap_off_heavy(
+    part: State, H: int, turn: int, choices: list[tuple[NDArray[np.intp], NDArray[np.intp]]]
+) -> None:
     """One swap of each of the H heaviest ranks with one of its M others, where it helps."""
     L, R, N = part.expert_LRN.shape
     M = (R - H) // H
@@ -48,11 +59,6 @@ def _swap_off_heavy(part: State, H: int, turn: int) -> None:
     load_LR = (part.load_LR * fine_L[:, None]).astype(np.int32)
     mine, theirs = share_LRN[layer, heavy_LH], share_LRN[layer[..., None], light_LHM]
     gap_LHM = load_LR[layer, heavy_LH][..., None] - load_LR[layer[..., None], light_LHM]
-    pairs = _double_sets(N)
-    # For four slots the sets without slot 0 leave the same two ranks, the other way round.
-    choices = [(_single_sets(N), _single_sets(N))] + [(pairs[: N - 1] if N == 4 else pairs, pairs)] * (
-        4 <= N <= 6
-    )
     found = [_best_of(gap_LHM, mine, theirs, *sets) for sets in choices]
     best = np.stack([gain for gain, _ in found]).argmin(axis=0)
     row, col = np.divmod(np.arange(L * H), H)
@@ -72,11 +78,9 @@ def _best_of(
     their_sets_JZ: NDArray[np.intp],
 ) -> tuple[NDArray[np.int32], NDArray[np.intp]]:
     """Per heavy rank, twice the change of the larger load of the two, and its flat index in [M, K, J]."""
-    mine = mine_LHN[..., my_sets_KZ].sum(axis=-1, dtype=np.int32)
-    theirs = theirs_LHMN[..., their_sets_JZ].sum(axis=-1, dtype=np.int32)
-    change = mine[:, :, None, :, None] - theirs[..., None, :]
-    change *= -2
-    change += gap_LHM[..., None, None]
+    mine = 2 * mine_LHN[..., my_sets_KZ].sum(axis=-1, dtype=np.int32)
+    theirs = 2 * theirs_LHMN[..., their_sets_JZ].sum(axis=-1, dtype=np.int32) + gap_LHM[..., None]
+    change = theirs[..., None, :] - mine[:, :, None, :, None]
     np.abs(change, out=change)
     change -= gap_LHM[..., None, None]
     flat = change.reshape(gap_LHM.shape[0] * gap_LHM.shape[1], -1)

@@ -45,7 +45,7 @@ def test_every_layer_is_at_least_as_balanced_as_published(name, ranks, quality, 
 
 def test_at_144_ranks_the_default_is_better_on_average():
     """Two slots a rank: the published plan pairs well, better counts of replicas are what is left."""
-    for name, least in zip(FILES, (0.001, 0.003), strict=True):
+    for name, least in zip(FILES, (0.003, 0.009), strict=True):
         load_LE = load(name)
         ours = solve(load_LE, Topology(nodes=18, ranks_per_node=8), 288, split="equal")
         theirs = published_peak(load_LE, 288, 144)
@@ -74,5 +74,5 @@ def test_the_default_is_several_times_faster_than_the_published_loop():
             call()
             seconds[name].append(time.process_time() - begin)
     median = {name: statistics.median(s) for name, s in seconds.items()}
-    assert median["default"] < median["published"] / 2
-    assert median["best"] < median["published"] * 1.5
+    assert median["default"] < median["published"] / 4
+    assert median["best"] < median["published"]
