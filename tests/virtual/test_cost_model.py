@@ -15,6 +15,7 @@ from moe_runtime.spec.catalog import CATALOG, DEEPSEEK_V3, QWEN3_235B
 from moe_runtime.virtual.cost.balance import Drift, draw_balance
 from moe_runtime.virtual.cost.constants import constants
 from moe_runtime.virtual.cost.deployment import Setting
+from moe_runtime.virtual.cost.links import normal_start
 from moe_runtime.virtual.cost.loads import place, power_law
 from moe_runtime.virtual.cost.model import CostModel
 from moe_runtime.virtual.cost.run import run_cost
@@ -196,13 +197,22 @@ def test_rounds_pay_starts_and_read_the_experts_again(mode, split):
 
 def test_a_normal_mode_transfer_has_a_start_that_does_not_shrink_with_the_batch():
     model = MODELS["deepseek-v3", "h100-sxm"]
-    starts = 2 * 58 * KNOWN.fitted.normal_start
+    starts = 2 * 58 * model.links.normal_start
     for tokens in (16, 4096):
         parts = model.step(prefill_step(RANKS, tokens, 4096)).parts
         assert parts["dispatch"] + parts["combine"] > starts
     assert starts > 0.9 * sum(
         model.step(prefill_step(RANKS, 16, 4096)).parts[p] for p in ("dispatch", "combine")
     )
+
+
+@pytest.mark.parametrize("library", sorted(KNOWN.libraries))
+def test_the_start_of_normal_mode_is_the_fitted_one_among_32_ranks_and_grows_with_them(library):
+    start = KNOWN.fitted.normal_start
+    found = [normal_start(start, KNOWN.libraries[library], ranks) for ranks in (8, 16, 32, 64, 128)]
+    assert found[2] == pytest.approx(start)
+    assert found == sorted(found)
+    assert 0.2 * start < found[0] < 0.8 * start
 
 
 def test_what_cannot_be_is_refused_by_name():

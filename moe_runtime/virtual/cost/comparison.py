@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from moe_runtime.virtual.cost.constants import Constants
-from moe_runtime.virtual.cost.published import PublishedRow, error_of, predict, published_rows
+from moe_runtime.virtual.cost.published import PublishedRow, error_of, held_out, predict, published_rows
 
 LARGEST_BATCH = 256
 
@@ -18,7 +18,7 @@ LARGEST_BATCH = 256
 class Summary:
     """What the held-out rows say.
 
-    median, worst          absolute relative error of scored rows that are not in `fitted.rows`
+    median, worst          absolute relative error of the held-out rows
     prefill_off, decode_off  throughput with balancing over that without
     pays_from              decoding sequences a rank from which two micro-batches are faster
     """
@@ -34,9 +34,7 @@ class Summary:
 def summary(known: Constants) -> Summary:
     """Evaluate the model as it is committed."""
     rows = published_rows()
-    errors = [
-        abs(error_of(row, known)) for row in rows.values() if row.scored and row.id not in known.fitted.rows
-    ]
+    errors = [abs(error_of(row, known)) for row in held_out(known)]
     value = {
         name: predict(rows[name], known)[0]
         for name in ("lm_p_eplb_on", "lm_p_eplb_off", "lm_d_eplb_on", "lm_d_eplb_off")
@@ -67,9 +65,11 @@ def table(known: Constants) -> str:
         "| row | machine | published | predicted | error | used for | bound by |",
         "|---|---|---|---|---|---|---|",
     ]
+    judged = {row.id for row in held_out(known)}
     for row in published_rows().values():
         value, cost = predict(row, known)
-        use = "fit" if row.id in known.fitted.rows else "score" if row.scored else "report"
+        used = "fit" if row.id in known.fitted.rows else row.inferred
+        use = "score" if row.id in judged else used or "report"
         lines.append(
             f"| {row.id} | {row.machine} | {row.value:,.0f} | {value:,.0f} | {value / row.value - 1:+.1%}"
             f" | {use} | {cost.bound} |"

@@ -17,6 +17,7 @@ from moe_runtime.virtual.cost.constants import Constants, Library, Machine
 from moe_runtime.virtual.cost.deployment import Setting
 
 NODE = 8  # ranks of a node in the published measurements
+FITTED_RANKS = 32  # of the published rows in normal mode
 
 
 class Spread(NamedTuple):
@@ -102,9 +103,9 @@ def make_links(model: ModelSpec, setting: Setting, machine: Machine, constants: 
         one_sided = _one_sided(model, setting, machine, constants, rows)
         return Links(one_sided, one_sided, reduce, bulk)
     low = _low_latency(model, setting, machine, library, rows)
-    fitted = constants.fitted
-    normal = _normal(model, setting, machine, library, rows, fitted.normal_start)
-    return Links(low, normal, reduce, bulk, fitted.normal_start, fitted.normal_transfers)
+    start = normal_start(constants.fitted.normal_start, library, setting.ranks)
+    normal = _normal(model, setting, machine, library, rows, start)
+    return Links(low, normal, reduce, bulk, start, constants.fitted.normal_transfers)
 
 
 def _nothing(direction: int, busiest: float, mean: float, spread: Spread, rounds: int) -> float:
@@ -114,31 +115,43 @@ def _nothing(direction: int, busiest: float, mean: float, spread: Spread, rounds
 def _low_latency(
     model: ModelSpec, setting: Setting, machine: Machine, library: Library, rows: tuple[int, int]
 ) -> Timing:
-    """A row per (token, expert), all of them over the slowest link their destination needs.
-
-    Start: what the published time has over its bytes at the line rate, at this EP degree.
-    """
+    """A row per (token, expert), all of them over the slowest link their destination needs."""
     table, k = library.low_latency, model.moe.slots_per_token
     away = _away(setting) if table.scaleup_used else 1.0
     alone = setting.ranks <= machine.hardware.scaleup_world and table.scaleup_used
     share = table.scaleup_measured_share if alone else 1.0
     line = (machine.hardware.scaleup_bandwidth * share) if alone else _rdma(machine)
-    starts = []
-    for curve, dtype in ((table.dispatch, "float8_e4m3"), (table.combine, "bfloat16")):
-        size = table.tokens * table.top_k * wire_row_bytes(table.hidden, dtype)
-        rest = []
-        for ranks, taken in curve:
-            inside = table.scaleup_used and ranks <= NODE
-            rate = table.scaleup * table.scaleup_measured_share if inside else table.rdma
-            part = 1.0 if inside or not table.scaleup_used else 1 - NODE / ranks
-            rest.append((ranks, max(0.0, taken - size * part / rate)))
-        starts.append(interpolate(rest, setting.ranks))
+    starts = _starts(library, setting.ranks)
     per_token = tuple(k * size * (1.0 if alone else away) / line for size in rows)
 
     def seconds(direction: int, busiest: float, mean: float, spread: Spread, rounds: int) -> float:
         return starts[direction] * rounds + per_token[direction] * max(busiest, mean * spread.rows)
 
     return seconds
+
+
+def _starts(library: Library, ranks: int) -> tuple[float, float]:
+    """What the published low-latency dispatch and combine take beyond their bytes at the line rate."""
+    table = library.low_latency
+    starts = []
+    for curve, dtype in ((table.dispatch, "float8_e4m3"), (table.combine, "bfloat16")):
+        size = table.tokens * table.top_k * wire_row_bytes(table.hidden, dtype)
+        rest = []
+        for measured, taken in curve:
+            inside = table.scaleup_used and measured <= NODE
+            rate = table.scaleup * table.scaleup_measured_share if inside else table.rdma
+            part = 1.0 if inside or not table.scaleup_used else 1 - NODE / measured
+            rest.append((measured, max(0.0, taken - size * part / rate)))
+        starts.append(interpolate(rest, ranks))
+    return starts[0], starts[1]
+
+
+def normal_start(fitted: float, library: Library, ranks: int) -> float:
+    """Start of a normal-mode transfer among `ranks`, fitted among 32.
+
+    It waits for all of them, as low-latency transfers do: it is taken to grow with their number as those do.
+    """
+    return fitted * sum(_starts(library, ranks)) / sum(_starts(library, FITTED_RANKS))
 
 
 def _normal(

@@ -48,6 +48,7 @@ class PublishedRow:
     ranks_per_node: int = 8
     tensor_parallel: int = 1
     assumed: str = ""
+    inferred: str = ""
 
 
 @cache
@@ -79,6 +80,12 @@ def predict(row: PublishedRow, known: Constants) -> tuple[float, StepCost]:
 def error_of(row: PublishedRow, known: Constants) -> float:
     """Predicted over published, less one."""
     return predict(row, known)[0] / row.value - 1
+
+
+def held_out(known: Constants, model: str = "deepseek-v3") -> list[PublishedRow]:
+    """Rows to judge by: those of which nothing was used."""
+    rows = published_rows(model).values()
+    return [row for row in rows if row.scored and not row.inferred and row.id not in known.fitted.rows]
 
 
 def setting_of(row: PublishedRow) -> Setting:
