@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_runtime.engine import overlap
 from moe_runtime.engine.agree import StepDecision, StepKind
 from moe_runtime.engine.sampler import TopLogprobs, sample, top_logprobs
+from moe_runtime.errors import CheckpointError
 from moe_runtime.models.context import Clock, PrefillSegment, StepContext
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.scheduler.sampling import greedy
@@ -168,6 +169,8 @@ def warm_up(
     """COLLECTIVE: two passes of prefill and decode rows in every dispatch mode over free KV blocks, so that
     the first request pays for no lazy allocation, thread pool or communicator. Every rank passes the same
     numbers.
+
+    Raises CheckpointError where the model answers NaN or infinity, which would serve as its first token.
     """
     rows = min(num_tokens, block_tokens * len(kv_cache[0]) - 1)
     if rows < 1:
@@ -184,7 +187,7 @@ def warm_up(
         segment_context_P=np.zeros(1, np.int32),
         segment_blocks_PB=blocks,
         sample_rows_N=np.array([0, rows], np.int32),
-        sampling=greedy(2),
+        sampling=replace(greedy(2), want_logits_N=np.ones(2, bool)),
         score_rows_S=np.zeros(0, np.int32),
         score_tokens_S=np.zeros(0, np.int32),
     )
@@ -193,7 +196,12 @@ def warm_up(
         step = make_context(
             inputs, decision, previous=NO_SAMPLES, kv_cache=kv_cache, block_tokens=block_tokens, clock=clock
         )
-        run(decoder, [(inputs, step)], decode_only=False)
+        logits_WV = run(decoder, [(inputs, step)], decode_only=False).logits_WV
+        if logits_WV is None or not bool(logits_WV.isfinite().all()):
+            raise CheckpointError(
+                "the first pass of the model gives logits that are NaN or infinite: its config is not that of"
+                f" its weights, or they overflow in {decoder.spec.dtype}; see model.path and model.dtype"
+            )
 
 
 def _used(blocks_B: NDArray[np.int32], num_tokens: int, block_tokens: int) -> NDArray[np.int32]:
