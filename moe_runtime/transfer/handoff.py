@@ -6,6 +6,15 @@ Pure data: no torch, no sockets. Block ids are `tier << 28 | index` of the sourc
 import msgspec
 
 
+class ChunkReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A prefilled chunk may be pulled: `blocks[g]` are the blocks of group g it filled."""
+
+    request: int
+    epoch: int
+    chunk: int
+    blocks: list[list[int]]
+
+
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
     """Where the blocks lie: the rank that owns them, and the lease under which they may be read.
 
