@@ -1,8 +1,9 @@
 """Decoder layers as generators: a `yield` names a place where the other micro-batch may take over.
 
 A MoE layer has five stages: attention-1 | attention-2, route, dispatch | shared experts | experts, combine |
-finish. The shared experts may stand before the finish instead. With several dispatch rounds the last three
-yields come once per round. A dense layer has nothing to send and is one stage. Which places are used, and in
+finish. The shared experts may stand behind the combine instead; they are added first in any case, so that a
+row's sum is rounded in one way. With several dispatch rounds the last three yields come once per round, the
+shared experts in the first. A dense layer has nothing to send and is one stage. Which places are used, and in
 which order, is the driver's matter. Transport and tables are given at construction; a layer knows nothing of
 ranks. T rows, H hidden, K top-k.
 
@@ -139,7 +140,7 @@ class MoeLayer(DecoderLayer):
             clock.enter("combine")
             combined = buffer.combine(y, rows)
             yield "combine"
-            if index == step.rounds - 1 and step.shared_beside == "combine":
+            if index == 0 and step.shared_beside == "combine":
                 clock.enter("experts")
                 x_TH = moe.share(h_TH, add_to=x_TH)
             clock.enter("combine")

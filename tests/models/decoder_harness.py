@@ -32,6 +32,7 @@ def load_decoder(
     num_ranks: int = 1,
     buffers: Buffers | None = None,
     prepare: bool = True,
+    deterministic: bool = False,
 ) -> Decoder:
     """One rank's decoder of a checkpoint: all experts on one rank, or its share of them."""
     with Checkpoint.open(folder) as checkpoint:
@@ -51,6 +52,7 @@ def load_decoder(
             slot_tables=[table.layer(i) for i in range(spec.num_moe_layers)],
             dtype=getattr(torch, dtype),
             device=CPU,
+            deterministic=deterministic,
         )
         targets = registry.tensor_targets(spec)
         load_rank(checkpoint, targets, decoder.tensors(), lambda layer: placement.local_experts(layer, rank))

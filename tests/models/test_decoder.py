@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from moe_runtime.checkpoint.make import make_checkpoint
+from moe_runtime.engine import overlap
 from moe_runtime.models.decoder import Decoder
 from tests.models.decoder_harness import Rank, load_decoder
 
@@ -151,9 +152,27 @@ def test_layers_may_be_left_around_their_transfers(model, rounds, beside):
         assert x_TH.shape == (17, 32)
         if moe:
             one_round = ["routing", "dispatch", "experts", "dispatch", "experts", "combine", "combine"]
-            last = ["experts", "combine"] if beside == "combine" else ["combine"]
-            expected = ["attention", "attention", "routing", *one_round * rounds]
-            assert phases == [*expected[:-1], *last, "other"]
+            first = one_round if beside == "dispatch" else [*one_round[:-1], "experts", "combine"]
+            further = one_round * (rounds - 1)
+            assert phases == ["attention", "attention", "routing", *first, *further, "other"]
+
+
+@torch.inference_mode()
+def test_batch_invariant_bits_do_not_depend_on_rounds_or_their_order(tmp_path):
+    """In what order a row takes its two sums must not depend on how many rows other ranks have."""
+    make_checkpoint(tmp_path / "tiny", family="deepseek_v3", size="tiny")
+    decoder = load_decoder(tmp_path / "tiny", deterministic=True)
+
+    def hidden(rounds: int, order: overlap.Order) -> Tensor:
+        rank = Rank(decoder, rounds=rounds, round_tokens=8)
+        step = rank.context({}, {0: prompt(17)})
+        step.shared_beside = order.shared_beside
+        return overlap.run([(decoder.embed(step), step)], list(decoder.layers), order=order)[0]
+
+    plain_TH = hidden(1, overlap.DECODE)
+    for rounds in (1, 3, 4):
+        for order in (overlap.PREFILL, overlap.DECODE):
+            assert torch.equal(hidden(rounds, order), plain_TH), (rounds, order.shared_beside)
 
 
 def test_replicas_change_nothing(model):
