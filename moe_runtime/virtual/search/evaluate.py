@@ -93,6 +93,7 @@ class Evaluator:
         own_R = work.computed * np.asarray(work.lengths)[at_R]
         # A prompt of several chunks finds its earlier ones cached: half of them on average.
         prefix_R = max(tokens / work.computed, 1.0) * work.cached + np.maximum(0.0, (own_R - tokens) / 2)
+        rows = choice.sequences * choice.queries + tokens
         return StepShape(
             decode_sequences_R=one * choice.sequences,
             decode_context_R=one * (choice.sequences * work.context),
@@ -102,6 +103,7 @@ class Evaluator:
             queries=choice.queries,
             mode="low_latency" if choice.phase == "decode" else "normal",
             micro_batches=choice.micro_batches,
+            rounds=math.ceil(rows / (choice.group * choice.micro_batches * choice.max_tokens)),
         )
 
     def _model(self, choice: Choice, found: Room) -> CostModel:

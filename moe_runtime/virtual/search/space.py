@@ -1,7 +1,7 @@
 """Space: the choices that are searched, in a fixed order.
 
-Owns the ladders of EP degrees, batches and chunks. Batches beyond one round of low-latency dispatch are left
-out: the cost model has no further rounds.
+Owns the ladders of EP degrees, batches and chunks. Decoding batches beyond one round of low-latency dispatch
+are left out: each round reads the experts' weights anew.
 """
 
 import math

@@ -193,6 +193,23 @@ def test_a_rack_that_is_one_scale_up_domain_uses_its_own_transport():
     assert isinstance(option, Option)
 
 
+def test_chunks_beyond_a_round_of_nccl_go_in_rounds():
+    """Twelve ranks are no DeepEP group, so NCCL takes its place, with 2,048 rows in a round."""
+    evaluator = Evaluator(query(hardware="gb200-nvl72", nodes=3))
+    whole = Choice(phase="prefill", ranks=12, redundant=8, backend="torch", chunk=8192, max_tokens=8192)
+    steps = {}
+    for rows in (8192, 4096, 2048):
+        option = evaluator.option(replace(whole, max_tokens=rows))
+        assert isinstance(option, Option)
+        steps[rows] = option.step
+        halves = evaluator.option(replace(whole, max_tokens=rows, group=2, chunk=16384))
+        assert isinstance(halves, Option)
+        assert halves.cost.parts["experts"] == pytest.approx(option.cost.parts["experts"], rel=0.01)
+    more = steps[4096] - steps[8192]
+    assert more > 0
+    assert steps[2048] - steps[4096] == pytest.approx(2 * more, rel=0.1)
+
+
 def test_what_does_not_fit_or_cannot_be_met_is_said():
     with pytest.raises(
         InputError, match=r"no plan fits 1 node of 8 h100-sxm; the least needed: memory: \d+ GiB"
