@@ -76,7 +76,7 @@ def _best_exchanges(
     """
     L, S = item_LS.shape
     layer = np.arange(L)
-    fine_L1 = (FINE / goal_L)[:, None]
+    fine_L1 = (FINE / np.maximum(goal_L, 1))[:, None]
     # Takers P, and givers G that could spare a replica best.
     taker_LP = item_LS[layer[:, None], pair_LP]
     can_LP = (taker_LP >= 0) & (count_LE[layer[:, None], taker_LP] < S // 2)
