@@ -177,7 +177,8 @@ class Scheduler:
     def forget_kv(self) -> None:
         """The weights change: running sequences begin anew with the tokens they have, and no prefix is found.
 
-        Nothing is in flight. What was proposed is not built: the next call is `propose`.
+        Prompts that are half scored are scored anew, so that all their scores are of one model. Nothing is
+        in flight. What was proposed is not built: the next call is `propose`.
         """
         for sequence in list(self.table.sequences):
             if sequence is None:
@@ -187,6 +188,8 @@ class Scheduler:
             elif sequence.kept_blocks:
                 self.prefix.admitted(sequence, 0)
                 sequence.outdated = True
+        for sequence in self.by_request.values():
+            sequence.score_anew()
         self.pool.forget()
         self._decode = self._decode[:0]
 

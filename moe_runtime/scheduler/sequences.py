@@ -114,6 +114,12 @@ class Sequence:
             self.next_score = rows.stop if rows.stop < self.prompt_len - 1 else NO_SCORES
         return rows
 
+    def score_anew(self) -> None:
+        """Begin with the first row, if scores are wanted and were not handed on with the first token."""
+        wanted = self.request.sampling.prompt_logprobs >= 0 and self.num_known == self.prompt_len > 1
+        self.next_score = 0 if wanted else NO_SCORES
+        self.scores = []
+
 
 def make_sequence(
     request: Request,
@@ -138,8 +144,7 @@ def make_sequence(
             constraint.accept(first_token)
     params = request.sampling
     stop = frozenset(params.stop_token_ids).union(() if params.ignore_eos else eos_token_ids)
-    scored = params.prompt_logprobs >= 0 and first_token is None and len(prompt) > 1
-    return Sequence(
+    sequence = Sequence(
         request=request,
         tokens=tokens,
         num_known=known,
@@ -148,8 +153,9 @@ def make_sequence(
         transferred=first_token is not None,
         high_water=len(prompt) if first_token is not None else 0,
         constraint=constraint,
-        next_score=0 if scored else NO_SCORES,
     )
+    sequence.score_anew()
+    return sequence
 
 
 class SequenceTable:

@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from moe_runtime.engine import split
 from moe_runtime.scheduler.scheduler import Scheduled, Scheduler, SchedulerLimits
-from moe_runtime.scheduler.sequences import NO_SCORES, Sequence, make_sequence
+from moe_runtime.scheduler.sequences import NO_SCORES, Scores, Sequence, make_sequence
 from moe_runtime.scheduler.step_inputs import StepInputs
 from moe_runtime.spec.requests import FinishReason, Request, SamplingParams
 from tests.scheduler.fake_device import FakeDevice, Runner, expected_output
+
+
+NOTHING_SCORED = Scores(np.zeros(0, np.float32), np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32))
 
 
 class Scoring(FakeDevice):
@@ -66,6 +69,13 @@ def wanted(prompts: list[list[int]]) -> Counter[tuple[tuple[int, ...], int]]:
     return Counter((tuple(p[:i]), p[i]) for p in prompts for i in range(1, len(p)))
 
 
+def rows_scored(sequence: Sequence) -> int:
+    """Of a sequence that still waits for the token after its prompt; 0 of all others."""
+    if sequence.request.sampling.prompt_logprobs < 0 or sequence.num_known > sequence.prompt_len:
+        return 0
+    return min(sequence.next_score, sequence.prompt_len - 1)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**20),
@@ -82,6 +92,7 @@ def test_every_row_is_scored_once(seed, depth, chunk, blocks, unit):
     runner = Runner(scheduler, depth, device)
     stem = rng.integers(0, 50, 12).tolist()
     scored: list[list[int]] = []
+    again: list[list[int]] = []  # beginnings whose scores are of weights that are gone
     outputs: dict[int, list[int]] = {}
     for i in range(9):
         prompt = stem[: rng.integers(0, 13)] + rng.integers(0, 50, rng.integers(1, 10)).tolist()
@@ -94,11 +105,12 @@ def test_every_row_is_scored_once(seed, depth, chunk, blocks, unit):
             runner.step()
         if rng.random() < 0.15:
             runner._commit(0)
+            again += [s.request.prompt[: rows_scored(s) + 1] for s in scheduler.by_request.values()]
             scheduler.forget_kv()
     runner.run()
     # What the runner keeps of those that wanted no token is the sample that told of their end.
     assert {i: out if outputs[i] else [] for i, out in runner.outputs.items()} == outputs
-    assert device.scored == wanted(scored)
+    assert device.scored == wanted(scored + again)
     assert scheduler.pool.num_free == blocks
 
 
@@ -123,6 +135,35 @@ def test_a_prompt_preempted_halfway_goes_on_where_its_scores_end(depth):
     assert device.scored == wanted([second])
     assert runner.again < before, "the cache has what was scored"
     assert runner.outputs[1] == expected_output(second, 2)
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_scores_of_weights_that_are_gone_are_made_anew(preempted, steps):
+    scheduler = Checked(limits(chunk_tokens=4))
+    device = Scoring(64, 4)
+    runner = Runner(scheduler, 0, device)
+    prompt = list(range(1, 14))  # the last chunk has no row to score
+    sequence = ask(0, prompt, 2)
+    scheduler.add(sequence)
+    for _ in range(steps):
+        runner.step()
+    sequence.scores.append(NOTHING_SCORED)
+    if preempted:
+        scheduler._preempt()
+    device.scored.clear()
+    scheduler.forget_kv()
+    assert not sequence.scores
+    runner.run()
+    assert device.scored == wanted([prompt])
+    device.scored.clear()
+    scheduler.add(other := ask(1, prompt, 2))
+    while other.num_known == len(prompt):
+        runner.step()
+    device.scored.clear()
+    scheduler.forget_kv()
+    runner.run()
+    assert not device.scored, "the client has them already"
 
 
 def test_the_cache_is_filled_but_not_read():
