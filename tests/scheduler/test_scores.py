@@ -14,7 +14,6 @@ from moe_runtime.scheduler.step_inputs import StepInputs
 from moe_runtime.spec.requests import FinishReason, Request, SamplingParams
 from tests.scheduler.fake_device import FakeDevice, Runner, expected_output
 
-
 NOTHING_SCORED = Scores(np.zeros(0, np.float32), np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32))
 
 
