@@ -131,7 +131,7 @@ class CompletionForm(_Base):
             {
                 "index": choice.index,
                 "text": self._prompt(choice) + news.text,
-                "logprobs": _one_list(self._scored_prompt(choice), self._listed(choice, news)),
+                "logprobs": self._both_listed(choice, news),
                 "finish_reason": news.finish_reason,
             }
             for choice, news in outputs
@@ -140,6 +140,11 @@ class CompletionForm(_Base):
 
     def _prompt(self, choice: Choice) -> str:
         return self._echo[choice.index // self._copies].text if self._echo else ""
+
+    def _both_listed(self, choice: Choice, news: News) -> msgspec.Raw | None:
+        """As JSON at once, as the lists of a long prompt take many times its room."""
+        listed = _one_list(self._scored_prompt(choice), self._listed(choice, news))
+        return None if listed is None else msgspec.Raw(_encode(listed))
 
     def _scored_prompt(self, choice: Choice) -> dict[str, Any] | None:
         """The logprobs of the choice's prompt, once."""
