@@ -18,6 +18,7 @@ from moe_runtime.report.records import OVERLAP_REASONS, PHASES, RankSteps, StepL
 from moe_runtime.spec.limits import DISPATCH_MODES
 
 EVERY_SECONDS = 1.0
+ANSWER_SECONDS = 10.0
 NOTE = "A step is a mean over a second or more: the server's /metrics was read, not a log of its steps."
 
 _Rank = tuple[str, str, int]
@@ -42,11 +43,14 @@ class Scraper:
     async def look(self) -> None:
         """One reading; a server that does not answer is not counted."""
         try:
-            async with request(self.server, "GET", "/metrics") as answer:
+            async with (
+                asyncio.timeout(ANSWER_SECONDS),
+                request(self.server, "GET", "/metrics") as answer,
+            ):
                 text = (await answer.body()).decode()
                 if answer.status == 200:
                     self.looks.append(Look(time.monotonic(), read_ranks(text)))
-        except (HttpFailure, ValueError):  # no answer, or none of Prometheus' form
+        except (HttpFailure, TimeoutError, ValueError):  # no answer, or none of Prometheus' form
             return
 
     async def require_ranks(self, expected: Collection[_Rank], *, seconds: float = 5.0) -> None:
@@ -62,8 +66,8 @@ class Scraper:
                 return
             if not there < set(expected) or time.monotonic() > deadline:
                 raise InputError(
-                    f"--http: the server does not run this plan: its ranks are {_named(there)},"
-                    f" the plan's {_named(expected)}"
+                    f"--http: the server does not run this plan: its ranks are {_named(there)};"
+                    f" the plan's are {_named(expected)}"
                 )
             await asyncio.sleep(EVERY_SECONDS)
 
@@ -84,14 +88,19 @@ class Scraper:
 
 
 def _named(ranks: Collection[_Rank]) -> str:
-    """`decode-0 rank 0 to 3, prefill-0 rank 0`, instances in order."""
-    numbers: dict[str, list[int]] = {}
+    """`decode-0 rank 0 to 3, 5; prefill-0 rank 0`, instances in order."""
+    runs: dict[str, list[list[int]]] = {}
     for _, instance, number in sorted(ranks):
-        numbers.setdefault(instance, []).append(number)
-    return ", ".join(
-        f"{name} rank {found[0]}" + (f" to {found[-1]}" if len(found) > 1 else "")
-        for name, found in numbers.items()
-    )
+        found = runs.setdefault(instance, [])
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    shown = {
+        name: ", ".join(f"{r[0]} to {r[-1]}" if len(r) > 1 else f"{r[0]}" for r in found)
+        for name, found in runs.items()
+    }
+    return "; ".join(f"{name} rank {numbers}" for name, numbers in shown.items())
 
 
 def read_ranks(text: str) -> dict[_Rank, dict[str, float]]:
