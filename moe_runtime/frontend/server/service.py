@@ -299,7 +299,8 @@ class Running:
                 service.admission.started(live.request.id, times[0])
                 metrics.observe_first_token(ttft=times[0] - self.arrived, queue=live.queue_seconds)
         if choice.ended:
-            if not live.request.sampling.max_tokens:  # there is no first token
+            # Of a prompt alone, the end is what a first token is of others.
+            if choice.finish_reason is not None and not live.request.sampling.max_tokens:
                 service.admission.started(live.request.id, time.monotonic())
             service.backend.abort(live)  # after a stop string its rank still runs it
             self._settle(choice)

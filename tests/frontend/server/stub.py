@@ -88,8 +88,9 @@ class StubBackend:
         ids = [*self.tokenizer.encode(output), END]
         if not sampling.max_tokens:
             await self.hold.wait()
+            live.refused = self.refuse is not None
             live.prompt_logprobs = prompt_logprobs(live.request)
-            self.abort(live, FinishReason.LENGTH)
+            self.abort(live, FinishReason.ERROR if live.refused else FinishReason.LENGTH, self.refuse)
             return
         for number, token in enumerate(ids, start=1):
             await self.hold.wait()

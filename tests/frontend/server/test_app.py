@@ -414,6 +414,11 @@ def test_an_echo_without_logprobs_needs_none_and_zero_tokens_need_an_echo(model)
         metrics = (await http.get("/metrics")).text
         assert 'requests_total{finish_reason="length",frontend="0"} 2.0' in metrics
         assert server.service.admission._mean_output is None, "they tell nothing of how long outputs are"
+        starts = server.service.admission._rate._starts
+        assert [tokens for _, tokens in starts] == [len(server.backend.submitted[0].prompt), 600]
+        server.backend.refuse = "no room for it"
+        answer = await http.post(COMPLETIONS, json={**asked, "echo": True})
+        assert (answer.status_code, len(starts)) == (400, 2), "no rank has turned to it"
 
     run(model, story)
 
