@@ -91,6 +91,18 @@ def test_a_prompt_of_nine_tokens_may_be_cut_anywhere(decoder, at, seed):
         assert (one - other).nan_to_num().abs().max() < 1e-5
 
 
+def test_batch_invariant_scores_are_the_same_bits_however_the_prompt_is_cut(tmp_path):
+    make_checkpoint(tmp_path / "tiny", family="deepseek_v3", size="tiny")
+    decoder, whole = load_decoder(tmp_path / "tiny", deterministic=True), prompt_inputs(0)
+    expected = run(decoder, [whole])[0].scores
+    for at in (1, 4, 8):
+        found = run(decoder, [split.cut(whole, 0, at), split.cut(whole, at, PROMPT)])[0].scores
+        assert expected is not None
+        assert found is not None
+        assert torch.equal(found.chosen_W, expected.chosen_W)
+        assert torch.equal(found.top_WK, expected.top_WK)
+
+
 @pytest.mark.parametrize("rows", [1, 3, 8, 100])
 @torch.inference_mode()
 def test_logits_of_a_prompt_are_made_for_a_few_rows_at_a_time(decoder, monkeypatch, rows):
