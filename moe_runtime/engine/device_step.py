@@ -86,7 +86,6 @@ def make_context(
         rounds=decision.rounds,
         round_tokens=decision.round_tokens,
         dispatch_mode=decision.dispatch_mode,
-        shared_beside=overlap.order_of(decode_only=decision.decode_only).shared_beside,
     )
 
 

@@ -89,8 +89,11 @@ def run(
 ) -> list[Tensor]:
     """COLLECTIVE: hidden states after all layers, one per micro-batch.
 
-    With two, they take turns in `order`. Raises what a stage raises.
+    With two, they take turns in `order`, which also says beside what each step's shared experts run. Raises
+    what a stage raises.
     """
+    for _, step in batches:
+        step.shared_beside = order.shared_beside
     results: dict[int, Tensor] = {}
     stages = [_stages(index, x_TH, step, layers, order) for index, (x_TH, step) in enumerate(batches)]
     with lanes.both():

@@ -66,7 +66,7 @@ class StepContext:
     dispatch_mode    whose buffer the MoE layers use, agreed by all ranks
     rounds           dispatch rounds, agreed by all ranks (>= 1)
     round_tokens     rows per round
-    shared_beside    the transfer beside which the shared experts run, of the first round
+    shared_beside    the transfer beside which the shared experts run, of the first round; the order's
     memo             what one layer works out and the others reuse (positions' cos and sin, gather plans)
     """
 

@@ -137,6 +137,7 @@ class TracedLayer:
 
 class Step:
     clock = NoClock()
+    shared_beside = ""
 
 
 def order_of_stages(order: overlap.Order, layers: int, dense: int = 0) -> list[tuple[int, int, str]]:
@@ -144,6 +145,7 @@ def order_of_stages(order: overlap.Order, layers: int, dense: int = 0) -> list[t
     made = [TracedLayer(n, log, dense=n < dense) for n in range(layers)]
     batches = [(torch.full((1, 1), float(b)), Step()) for b in range(2)]
     results = overlap.run(batches, made, order=order)  # type: ignore[arg-type]
+    assert {step.shared_beside for _, step in batches} == {order.shared_beside}
     assert [int(r[0, 0]) for r in results] == [0, 1]
     whole = [(n, c) for n in range(layers) for c in (*made[n].cuts, "end")]
     assert all([(n, c) for batch, n, c in log if batch == b] == whole for b in range(2))

@@ -73,8 +73,6 @@ def _step(
         )
         for first in (True, False)
     ]
-    for half in halves:
-        half.shared_beside = course.order.shared_beside
     decoder = rank.decoder
     with torch.inference_mode():
         done = overlap.run([(decoder.embed(h), h) for h in halves], list(decoder.layers), order=course.order)

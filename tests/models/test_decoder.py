@@ -166,7 +166,6 @@ def test_batch_invariant_bits_do_not_depend_on_rounds_or_their_order(tmp_path):
     def hidden(rounds: int, order: overlap.Order) -> Tensor:
         rank = Rank(decoder, rounds=rounds, round_tokens=8)
         step = rank.context({}, {0: prompt(17)})
-        step.shared_beside = order.shared_beside
         return overlap.run([(decoder.embed(step), step)], list(decoder.layers), order=order)[0]
 
     plain_TH = hidden(1, overlap.DECODE)
