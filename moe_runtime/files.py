@@ -22,7 +22,7 @@ def write_atomically(path: Path, data: bytes) -> None:
                 file.write(data)
             return
         target = path.resolve()
-        partial = target.with_name(f".{secrets.token_hex(8)}.partial")
+        partial = _beside(target)
         with partial.open("xb") as file:
             file.write(data)
             file.flush()
@@ -47,10 +47,16 @@ def require_writable(path: Path) -> None:
         if not folder.is_dir():
             raise InputError(f"{path}: the folder {folder} does not exist")
         target.exists()  # says whether the name is one the file system takes
+        probe = _beside(target)  # permissions alone do not say what a file system takes: /proc takes nothing
+        probe.open("xb").close()
+        probe.unlink()
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise InputError(f"{path}: the folder {folder} cannot be written to")
+
+
+def _beside(target: Path) -> Path:
+    """A name in the folder of `target` that nobody has."""
+    return target.with_name(f".{secrets.token_hex(8)}.partial")
 
 
 def make_folder(path: Path) -> None:

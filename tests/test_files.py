@@ -51,6 +51,13 @@ def test_long_names_that_exist_can_be_written(tmp_path, name):
     assert os.listdir(tmp_path) == [name]
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="needs Linux's /proc")
+def test_a_folder_that_takes_no_files_is_known_before_the_work():
+    """As root every permission is granted, and the write fails all the same."""
+    with pytest.raises(InputError, match="/proc/out.json: cannot be written"):
+        require_writable(Path("/proc/out.json"))
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         write_atomically(tmp_path / ("x" * 256), b"data")

@@ -3,11 +3,10 @@
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 
 from moe_runtime.plan.deepep import BACKEND as DEEPEP
 from moe_runtime.plan.keys import DEPLOYMENTS
-from moe_runtime.plan.problems import Path, Problem
+from moe_runtime.plan.problems import Path, Problem, nearest
 from moe_runtime.plan.schema import DeploymentSection, Plan
 from moe_runtime.plan.unavailable import unavailable
 from moe_runtime.spec.catalog import CATALOG, PREFIX, catalog_name
@@ -67,13 +66,8 @@ def _catalog(plan: Plan) -> Iterator[Problem]:
 
 
 def _meant(name: str, known: Sequence[str], prefix: str = "") -> str:
-    """The known name that another one is the beginning of, or is most like; all of them if there is none."""
-    word = name[:80].lower()
-    begun = sorted(
-        (k for k in known if word and k.startswith(word)), key=lambda k: not k.startswith(f"{word}-")
-    )
-    near = begun or get_close_matches(word, known, n=1)
-    return f"did you mean {prefix}{near[0]}?" if near else "known: " + ", ".join(known)
+    near = nearest(name, known)
+    return "known: " + ", ".join(known) if near is None else f"did you mean {prefix}{near}?"
 
 
 def _hardware(plan: Plan) -> Iterator[Problem]:

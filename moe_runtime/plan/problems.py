@@ -1,11 +1,13 @@
 """A problem of a plan as a value, and how several become one PlanError.
 
-Owns how keys and values are printed; knows nothing of any particular rule.
+Owns how keys and values are printed, and which name a wrong one may stand for; knows nothing of any
+particular rule.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from moe_runtime.errors import PlanError
 
@@ -33,6 +35,16 @@ def dotted(path: Path) -> str:
 
 def shorten(text: str) -> str:
     return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that another one is the beginning of, or is most like; None if there is none."""
+    word, names = name[:80].lower(), list(known)
+    begun = sorted(
+        (k for k in names if word and k.startswith(word)), key=lambda k: not k.startswith(f"{word}-")
+    )
+    near = begun or get_close_matches(word, names, n=1)
+    return near[0] if near else None
 
 
 def shown(value: object) -> object:

@@ -15,6 +15,7 @@ from typing import Any, Self
 import yaml
 
 from moe_runtime.errors import InputError
+from moe_runtime.plan.problems import nearest
 from moe_runtime.spec.hardware import HARDWARE, Hardware
 
 FOLDER = Path(__file__).resolve().parent.parent / "hardware"
@@ -158,9 +159,11 @@ class Constants:
     machines: Mapping[str, Machine]
 
     def machine(self, name: str) -> Machine:
-        """The machine of a name. InputError with the names there are."""
+        """The machine of a name. InputError with the nearest name, or with those there are."""
         if name not in self.machines:
-            raise InputError(f"machine {name!r}: one of {', '.join(self.machines)}")
+            near = nearest(name, self.machines)
+            known = f"one of {', '.join(self.machines)}" if near is None else f"did you mean {near}?"
+            raise InputError(f"machine {name!r}: {known}")
         return self.machines[name]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from moe_runtime.errors import InputError, PlanError
-from moe_runtime.plan.problems import shorten
+from moe_runtime.plan.problems import nearest, shorten
 from moe_runtime.plan.yaml_tree import parse
 from moe_runtime.virtual.cluster.events import Rebalance, Slowdown
 from moe_runtime.virtual.run.course import ALL, ENDINGS, TARGETS, LoadDrift, LoadShift
@@ -107,7 +107,7 @@ class _Item:
     def read(self) -> Scripted:
         kinds = [kind for kind in KINDS if isinstance(self._item, dict) and kind in self._item]
         if len(kinds) != 1:
-            self._fail(f"must have one of the keys {', '.join(KINDS)}")
+            self._fail(f"must have one of the keys {', '.join(KINDS)}{self._meant(kinds)}")
         kind = kinds[0]
         for key in self._item:
             if key not in (kind, *KINDS[kind]):
@@ -130,6 +130,14 @@ class _Item:
             end=self._number("end", low=start),
             factor=self._number("factor", low=1.0, high=SLOWEST),
         )
+
+    def _meant(self, kinds: list[str]) -> str:
+        """What to say of a first key that is like a kind."""
+        if kinds or not isinstance(self._item, dict) or not self._item:
+            return ""
+        first = next(iter(self._item))
+        near = nearest(first, KINDS)
+        return "" if near is None else f"; did you mean {near} by {shorten(repr(first))}?"
 
     def _name(self, kind: str, names: tuple[str, ...]) -> str:
         name = self._item[kind]

@@ -66,6 +66,8 @@ def test_a_slowdown_may_outlast_the_instance(tmp_path):
             "events:\n- {at: 3}",
             r"yaml:2: events\[0\]: must have one of the keys slowdown, failure, rebalance, load_shift, load",
         ),
+        ("events:\n- {slowdwn: decode-0}", r"events\[0\]: .* did you mean slowdown by 'slowdwn'\?"),
+        ("events:\n- {at: 3, failure-0: decode}", "load_drift$"),
         ("events:\n- {failure: decode-0, at: 1}\n- 3", r"events\[1\]: must have one of"),
         ("events:\n- {failure: decode-0, rebalance: decode-0, at: 1}", "must have one of"),
         ("events:\n\n- {failure: decode-9, at: 3}", "yaml:3: .*'decode-9': the plan has prefill-0, decode-0"),

@@ -75,6 +75,8 @@ def test_units():
 def test_queries_that_cannot_be_are_named():
     with pytest.raises(InputError, match="machine 'cpu-host': one of h100-sxm"):
         checked(query(hardware="cpu-host"))
+    with pytest.raises(InputError, match=r"machine 'h100': did you mean h100-sxm\?"):
+        checked(query(hardware="h100"))
     with pytest.raises(InputError, match="--nodes is 0"):
         checked(query(nodes=0))
     with pytest.raises(InputError, match="no layers for multi-token prediction"):
