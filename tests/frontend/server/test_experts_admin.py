@@ -5,7 +5,7 @@ from typing import Any
 
 from moe_runtime.errors import InputError
 from moe_runtime.frontend.server.experts_admin import add_experts_admin
-from tests.frontend.server.test_app import run
+from tests.frontend.server.client import run
 
 ROOT = {"authorization": "Bearer root"}
 

@@ -7,9 +7,9 @@ import httpx
 from moe_runtime.frontend import peers as peers_module
 from moe_runtime.frontend.peers import PeerMessage
 from tests.frontend.server import stub
+from tests.frontend.server.client import until
 from tests.frontend.server.corpus import COMPLETIONS
 from tests.frontend.server.stub import StubServer
-from tests.frontend.server.test_app import until
 
 ROOT = {"authorization": "Bearer root"}
 ASKED = {"model": "stub", "prompt": "hi"}
