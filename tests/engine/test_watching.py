@@ -18,8 +18,8 @@ from moe_runtime.engine.messages import (
 )
 from moe_runtime.engine.tally import Tally
 from moe_runtime.engine.watchers import SOONEST_SECONDS, Watchers
+from tests.engine.lone_desk import Rank, request
 from tests.engine.test_agree import proposal
-from tests.engine.test_desk import Rank, request
 
 
 def test_nobody_is_told_who_did_not_ask():
