@@ -22,6 +22,7 @@ from moe_runtime.eplb.state import State
 from moe_runtime.eplb.trade import Trade
 from moe_runtime.placement.migration import plan_migration
 from moe_runtime.placement.placement import Placement, count_experts
+from moe_runtime.placement.stages import starts_by_slot
 from moe_runtime.placement.topology import Topology
 
 ROUNDING = 1 - 1e-12  # loads are rounded to units; the bound stays on the safe side of that
@@ -56,10 +57,10 @@ def solve(
               decision; None: reach the balance of a new plan, with as few moves as that takes
     expert_bytes  of one expert's weights in a layer; with the topology's links the price of a move
     split     "weighted": replicas may carry unequal shares; "equal": the placement says nothing of them
-    uncertainty   relative standard error of the loads, [L] or one number. A new plan fits the errors too,
-              so a layer stays as it is (but for its split weights) unless a new plan would lower its peak
-              by more than such errors feign
-    min_gain  and by this part of the new plan's peak on top
+    uncertainty   relative standard error of the loads, [L] or one number. New plans and split weights fit
+              the errors too, so a layer keeps its slots unless a new plan would lower its peak by more than
+              such errors feign, and with its slots its split weights unless others would
+    min_gain  and by this part of the new peak on top
     next_error  relative standard error of an expert's load in the windows to come. With a horizon, the peak
               that is weighed against moves, and levelled, is the one to be expected (see `expected`)
     effort    instead of `quality`
@@ -76,12 +77,12 @@ def solve(
     task = _Task(load, topology, slots, work, split == "weighted", fill)
     state = task.from_nothing()
     by_node_L = task.take_nodes(state, groups) if groups > 1 else np.zeros(len(load), bool)
-    if current is not None:
-        stay_L = task.allowance(state, uncertainty, min_gain)
-        state, by_node_L = task.from_current(
-            state, by_node_L, current, horizon, expert_bytes, stay_L, next_error
-        )
-    return task.answer(state, by_node_L, current, horizon, expert_bytes)
+    if current is None:
+        return task.answer(state, by_node_L, current, horizon, expert_bytes, np.ones(len(load)))
+    feigned_L = task.feigned(state, uncertainty, min_gain)
+    stay_L = state.peak_L * feigned_L
+    state, by_node_L = task.from_current(state, by_node_L, current, horizon, expert_bytes, stay_L, next_error)
+    return task.answer(state, by_node_L, current, horizon, expert_bytes, feigned_L)
 
 
 class _Task:
@@ -159,17 +160,16 @@ class _Task:
             by_node_L[layers] = True
         return by_node_L
 
-    def allowance(self, fresh: State, uncertainty: ArrayLike, min_gain: float) -> NDArray[np.float64]:
-        """float64 [L]: the peak up to which a layer of the current placement is left alone.
+    def feigned(self, fresh: State, uncertainty: ArrayLike, min_gain: float) -> NDArray[np.float64]:
+        """float64 [L]: up to so many times what it could be, the peak of the current placement is left alone.
 
         The largest of R rank loads with independent relative errors s exceeds their mean by about
         s sqrt(2 ln R); errors of the slots of a rank partly cancel.
         """
         square = np.square(fresh.share_LRN / np.maximum(fresh.load_LR, 1)[:, :, None]).sum(axis=2)
         rank_error_L = np.asarray(uncertainty, np.float64) * np.sqrt(square).mean(axis=1)
-        noise_L = rank_error_L * np.sqrt(2 * np.log(max(self.R, 2)))
-        stay_L: NDArray[np.float64] = fresh.peak_L * (1 + noise_L + min_gain)
-        return stay_L
+        feigned_L: NDArray[np.float64] = 1 + rank_error_L * np.sqrt(2 * np.log(max(self.R, 2))) + min_gain
+        return feigned_L
 
     def from_current(
         self,
@@ -215,12 +215,14 @@ class _Task:
         current: Placement | None,
         horizon: float | None,
         expert_bytes: float,
+        feigned_L: NDArray[np.float64],
     ) -> Solution:
         bound = self._bound(state)
         L = len(self.load)
         slots_LS = state.expert_LRN.reshape(L, -1).astype(np.int32)
         epoch = 0 if current is None else current.epoch + 1
         equal_L = peak_L = equal_peak(slots_LS, self.load, self.R)
+        before_L = None if current is None else current.rank_load(self.load).max(axis=1)
         starts_LS = None
         if self.weighted:
             starts_LS, part_LS = cumulative_table(slots_LS, state.share_LRN.reshape(L, -1), self.E)
@@ -230,6 +232,10 @@ class _Task:
                 nothing = np.zeros((len(idle), slots_LS.shape[1]))
                 starts_LS[idle], _ = cumulative_table(slots_LS[idle], nothing, self.E)
             peak_L = np.minimum(peak_L, equal_L)
+            if current is not None and before_L is not None:
+                same_L = (slots_LS == current.slot_to_expert_LS).all(axis=1)
+                kept = np.flatnonzero(same_L & (before_L <= peak_L * feigned_L))
+                starts_LS[kept], peak_L[kept] = starts_by_slot(current)[kept], before_L[kept]
         placement = Placement(
             slot_to_expert_LS=slots_LS,
             num_experts=self.E,
@@ -239,7 +245,6 @@ class _Task:
             topology=self.topology,
         )
         mean_L = self.load.sum(axis=1) / self.R
-        before_L = None if current is None else current.rank_load(self.load).max(axis=1)
         saved = np.nan if before_L is None or horizon is None else horizon * float((before_L - peak_L).sum())
         return Solution(
             placement=placement,

@@ -34,6 +34,9 @@ FORGET = 0.3  # weight of the newest window in the errors of prediction
 FIRST_JUMP = 0.25  # distance that counts as a jump while nothing is known of the usual one
 JUMP = 2.0  # times the usual distance that counts as a jump
 LEAST_JUMP = 0.05
+# Of a prediction from one window, before another has come: tokens come in sequences, and windows of a hundred
+# stray by about 0.3 each (docs/cost-model.md: 0.15 that all share, 2.8 that each adds).
+FIRST_ERROR = 0.4
 CLEARLY = 0.97  # a shorter memory has to predict this much better than the longest to be believed
 
 
@@ -137,7 +140,7 @@ class LoadWindow:
         """Relative standard error of an expert's load in the next window, as it has been so far.
 
         Independent normal errors s make a mean distance of s / sqrt(2 pi). Before there is a prediction to
-        judge, the error of counting alone.
+        judge, FIRST_ERROR or that of counting, if it is larger.
         """
         usual = float(np.min(self.error_Q))
         if not np.isnan(usual):
@@ -146,7 +149,7 @@ class LoadWindow:
             return 0.0
         share = self.load_LE / max(self.unit_pairs, 1e-300)
         counting = np.sqrt(share / max(self.unit_pairs, 1e-300)).sum(axis=1).mean()
-        return float(counting)
+        return max(FIRST_ERROR, float(counting))
 
 
 def _distances(shares_QLE: NDArray[np.float64], pairs_LE: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -164,10 +164,32 @@ def test_a_change_of_topic_is_followed_within_two_windows():
     assert balancedness(placement, topic[2]) >= balancedness(anew, topic[2]) - 0.02
 
 
+@pytest.mark.parametrize(("ranks", "loss"), [(32, 0.03), (144, 0.1)])
+def test_a_good_placement_outlives_windows_of_few_sequences(ranks, loss):
+    """Their tokens stray together, more than counting does, and a first window does not show by how much."""
+    topology = Topology(nodes=ranks // 8, ranks_per_node=8)
+    placement = solve(base(), topology, 288).placement
+    planner, good = policy_planner(policy(topology=topology)), balancedness(placement, base())
+    for load in reverting(base(), noise=0.25, memory=0.0, windows=8, seed=5):
+        placement = planner(load, placement)
+        assert balancedness(placement, base()) >= good - loss
+
+
+def test_split_weights_stay_too_unless_more_than_noise_asks_for_others():
+    placement = solve(base(), TOPOLOGY, 288).placement
+    load = next(reverting(base(), noise=0.05, memory=0.0, windows=1, seed=1))
+    for error, alike in ((0.065, True), (0.0, False)):
+        found = solve(load, TOPOLOGY, 288, current=placement, horizon=0.0, uncertainty=error)
+        assert found.moves is not None
+        assert len(found.moves) == 0
+        assert np.array_equal(found.placement.cumulative_csr, placement.cumulative_csr) is alike
+        assert found.peak_L == pytest.approx(found.placement.rank_load(load).max(axis=1), rel=1e-4)
+
+
 def test_nothing_moves_when_moving_costs_more_than_it_saves():
     load = base()
     load[:, 0] = load.sum(axis=1) / 10  # twice in the linear placement, beside unlike neighbours
-    window = LoadWindow.empty(3, 256).observe(load * 1e6)
+    window = LoadWindow.empty(3, 256).observe(load * 1e6).observe(load * 1e6)
     expensive = policy(expert_bytes=1e15).decide(window, start())
     assert expensive.action == "resplit"
     assert expensive.solution is not None
