@@ -15,14 +15,15 @@ OUTSIDE = -1  # micro-batch and layer of what is not in a layer
 class StepClock:
     """Adds up the seconds between `begin` and `end` by phase.
 
-    With `trace`, every stretch of a phase is kept as a Span, up to `MAX_SPANS` of them.
+    With `trace`, every stretch of a phase is kept as a Span, up to `MAX_SPANS` of them; what runs before
+    the first step is warm-up, and is not.
     """
 
     MAX_SPANS = 400_000
 
     def __init__(self, *, trace: bool = False) -> None:
         self.seconds = [0.0] * len(PHASES)
-        self.start = 0.0
+        self.start = 0.0  # of the monotonic clock; 0 before the first step
         self.step = 0
         self.layer = OUTSIDE
         self.micro_batch = OUTSIDE
@@ -62,6 +63,8 @@ class StepClock:
         return spans
 
     def _book(self) -> None:
+        if not self.start:
+            return
         now = time.monotonic()
         self.seconds[self._phase] += now - self._mark
         if self._spans is not None and len(self._spans) < self.MAX_SPANS and now > self._mark:
