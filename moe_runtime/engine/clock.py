@@ -37,7 +37,7 @@ class StepClock:
         self.seconds = [0.0] * len(PHASES)
         self.start = self._mark = time.monotonic()
         self._phase = _INDEX["other"]
-        self.at(OUTSIDE, OUTSIDE)
+        self.micro_batch = self.layer = OUTSIDE
 
     def enter(self, phase: str) -> None:
         """End the current phase and begin `phase`."""
