@@ -2,8 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 
+from moe_runtime.engine.device_step import Samples
+from moe_runtime.engine.extras import keep_scores
 from moe_runtime.engine.messages import (
+    Abort,
     Prefilled,
     PromptDone,
     PromptLogprobs,
@@ -11,7 +15,7 @@ from moe_runtime.engine.messages import (
     Submit,
 )
 from moe_runtime.spec.requests import Request, SamplingParams
-from tests.engine.lone_desk import Rank
+from tests.engine.lone_desk import Rank, scores_of
 
 
 def scored(i: int, max_tokens: int, length: int = 20) -> Request:
@@ -61,3 +65,21 @@ def test_logprobs_of_a_prompt_come_with_its_handover():
     rank.step()
     (message,) = rank.outbox.take(Prefilled)
     assert message.start.prompt_logprobs == EXPECTED
+
+
+@pytest.mark.parametrize("deployment", ["unified", "prefill"])
+def test_a_prompt_that_is_aborted_half_scored_leaves_nothing(deployment):
+    rank = Rank(deployment)
+    rank.give(Submit(request=scored(1, 4), handoff=deployment == "prefill"))
+    rank.step()
+    sequence = rank.scheduler.by_request[1]
+    before = len(sequence.scores)
+    rank.scheduler.propose()
+    step = rank.scheduler.build(100)  # in flight while the client hangs up
+    rank.give(Abort(request=1))
+    keep_scores(step, Samples(torch.zeros(len(step.sampled), dtype=torch.int64), scores=scores_of(step)))
+    assert step.scored
+    assert len(sequence.scores) == before
+    assert rank.scheduler.commit(step, np.zeros(len(step.sampled), np.int32)) == []
+    assert rank.outbox.take(StepTokens) + rank.outbox.take(PromptDone) == []
+    assert rank.at_baseline()
