@@ -120,7 +120,7 @@ class Gate:
 
 def _unread(headers: dict[bytes, bytes]) -> ApiError | None:
     """The error for a body that would not arrive as what it is."""
-    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+    encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").lower()
     if encoding != "identity":
         message = f"content-encoding: a body in {encoding} is not read here; send it as it is"
         return ApiError(400, message, param="content-encoding")
