@@ -20,6 +20,7 @@ DEPLOYMENTS = {
             "expert_parallel": 2,
             "scheduler": {"chunk_tokens": 50, "max_sequences": 16},
             "overlap": {"micro_batches": 2},
+            "dispatch": {"max_tokens": 12},  # prompts in rounds
         }
     },
     "split_ep_4_replicas": {
