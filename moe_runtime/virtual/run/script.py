@@ -32,7 +32,7 @@ KINDS = {
 LATEST = 1e10  # seconds, beyond all traces
 SLOWEST = 1e6  # times: a second of a step is eleven days then
 LARGEST_NOISE = 3.0
-MOST_WINDOWS = 100_000  # of a drift
+MOST_WINDOWS = 10_000  # of a drift: 58 layers of 256 experts are 1.2 GB then, as the report draws from all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,15 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from moe_runtime.placement.placement import Placement, linear
 from moe_runtime.plan.effective import EffectivePlan
 from moe_runtime.virtual.cluster.requests import VirtualRequest
+from moe_runtime.virtual.cost.balance import Drift
+from moe_runtime.virtual.run.course import LoadShift
+from moe_runtime.virtual.run.loads import Assumed, LoadChoice
+from moe_runtime.virtual.run.prepare import Prepared, Workload, prepare
 from tests.plan.plans import effective
 from tests.spec.model_specs import SMALL_QWEN
 
@@ -25,6 +31,7 @@ deployments:
     kv_cache: {block_tokens: 16, blocks: 512}
 slo: {ttft_ms: 50, tpot_ms: 10}
 """
+SKEWED = LoadChoice("power", 1.0)
 
 
 def make_plan(folder, *overrides: str) -> EffectivePlan:
@@ -56,3 +63,25 @@ def requests(count: int = 60, every: float = 0.05, together: int = 1) -> list[Vi
         )
         for i in range(count)
     ]
+
+
+def prepared_of(folder, *overrides: str) -> Prepared:
+    plan = make_plan(folder, *overrides)
+    return prepare(plan, MODEL, placements(plan), Workload(250.0, 45.0), SKEWED)["decode"]
+
+
+def shift(at: float, to: str, mix: float = 1.0, deployment: str = "decode") -> LoadShift:
+    return LoadShift(deployment=deployment, at=at, to=to, mix=mix, where="events.yaml:2")
+
+
+def assumed(drift: float = 0.0) -> Assumed:
+    return Assumed(
+        load_LE=np.array([[1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0]]),
+        placement=linear(num_layers=2, num_experts=4, num_ranks=2),
+        redundant_experts=0,
+        moe_layers=(1, 2),
+        top_k=2,
+        ranks_per_node=2,
+        drift=Drift(common=drift, sequence=0.0),
+        tokens_per_sequence=1.0,
+    )

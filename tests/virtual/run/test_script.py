@@ -120,7 +120,7 @@ def test_a_slowdown_may_outlast_the_instance(tmp_path):
         ("events:\n- {load_shift: decode, start: 3, to: start}", "a load_shift has no 'start'; its keys are"),
         (
             "events:\n- {load_drift: all, start: 0, end: 9e9, every: 1, noise: 1, correlation: 0}",
-            "every is 1: the loads change at most 100000 times",
+            "every is 1: the loads change at most 10000 times",
         ),
         (
             "events:\n- {load_drift: all, start: 0, end: 9, every: 1, noise: 1, correlation: 1.5}",
