@@ -136,7 +136,7 @@ def _merged(
             elif change.factor_LE is not None:
                 factors[change.drift] = change.factor_LE
             else:
-                del factors[change.drift]
+                factors.pop(change.drift, None)
         load_LE = mean_LE
         for factor_LE in factors.values():
             load_LE = load_LE * factor_LE

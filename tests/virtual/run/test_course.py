@@ -66,3 +66,11 @@ def test_loads_that_cannot_be_are_refused_before_anything_runs(tmp_path, to, mes
     (tmp_path / "short.csv").write_text("1,2,3\n")
     with pytest.raises(InputError, match=message):
         course(prepared_of(tmp_path), [shift(1.0, to.format(tmp_path))], ())
+
+
+def test_a_drift_of_no_time_changes_nothing(tmp_path):
+    prepared = prepared_of(tmp_path)
+    drift = LoadDrift(deployment="decode", start=10.0, end=10.0, every=1.0, noise=0.3, correlation=0.9)
+    ((at, load_LE),) = course(prepared, (), [drift])
+    assert at == 10.0
+    assert load_LE / prepared.assumed.load_LE == pytest.approx(load_LE.sum() / prepared.assumed.load_LE.sum())
