@@ -101,10 +101,10 @@ class RebalancePolicy:
         assert solution.before_L is not None
         saved = horizon * float((solution.before_L - solution.peak_L).sum())
         if len(solution.moves):
-            layers = int((solution.moves.moves_L > 0).sum())
+            moves, layers = len(solution.moves), int((solution.moves.moves_L > 0).sum())
             why = (
-                f"{len(solution.moves)} moves in {layers} layers take {solution.move_seconds:.3g} s"
-                f" and save {saved:.3g} s over {windows:g} windows"
+                f"{moves} move{'s' * (moves > 1)} in {layers} layer{'s' * (layers > 1)}:"
+                f" {solution.move_seconds:.3g} s of copies save {saved:.3g} s over {windows:g} windows"
             )
             return Decision(action="move", solution=solution, why=why)
         if solution.placement.cumulative_csr.tobytes() != current.cumulative_csr.tobytes():

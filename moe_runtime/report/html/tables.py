@@ -40,5 +40,10 @@ def cell(*children: Child, words: bool = False) -> Html:
     return el("td", *children, class_="words" if words else None)
 
 
+def word(*children: Child) -> Html:
+    """A word or two, never broken."""
+    return el("td", *children, class_="word")
+
+
 def fold(summary: Child, *children: Child) -> Html:
     return el("details", el("summary", summary), *children)

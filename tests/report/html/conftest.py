@@ -45,7 +45,7 @@ def simulated(measured) -> Report:
         instance="decode-0",
         decided=12.25,
         action="move",
-        reason="3 moves in 1 layers",
+        reason="3 moves in 1 layer: 0.01 s of copies save 2 s over 256 windows",
         moves=3,
         moved_bytes=132_000_000,
         balancedness_before=0.5125,

@@ -7,7 +7,7 @@ from moe_runtime.report.html.figures import Run, count
 from moe_runtime.report.html.heat import heat_legend, heat_map
 from moe_runtime.report.html.markup import Html, el, join
 from moe_runtime.report.html.parts import of_run, role_heading, role_names, role_of, section
-from moe_runtime.report.html.tables import cell, fold, name, table
+from moe_runtime.report.html.tables import cell, fold, name, table, word
 from moe_runtime.report.schema import Deployment
 from moe_runtime.report.show import number
 
@@ -116,9 +116,11 @@ def _changes(run: Run, d: Deployment, runs: Sequence[Run]) -> list[Html]:
         (
             name(run.word(*at, i, "instance")),
             run.figure(*at, i, "decided", tag="td"),
-            *(cell(run.word(*at, i, word), words=True) for word in ("action", "reason")),
+            word(run.word(*at, i, "action")),
+            cell(run.word(*at, i, "reason"), words=True),
             *(run.figure(*at, i, field, form=form, tag="td") for field, form in figures),
-            *(cell(run.word(*at, i, word), words=True) for word in ("outcome", "why")),
+            word(run.word(*at, i, "outcome")),
+            cell(run.word(*at, i, "why"), words=True),
         )
         for i in range(len(d.balancing.rebalances))
     ]
