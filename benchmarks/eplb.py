@@ -9,10 +9,11 @@ replay     balancedness in the *next* window and bytes moved, over sequences of 
            20 % with correlation 0, 0.5 and 0.9 from window to window; changes of topic); compared with
            re-solving every window from nothing, and with the published algorithm
 
-DIR holds CSV files of expert loads, a row per MoE layer; without it only synthetic loads are used. The
-reproduction of the published algorithm loops in Python over numpy floats, which is faster than the published
-code over torch scalars, so ratios of time are on the safe side. Output: JSON lines, one a measurement, each
-with what was asked of it (`asked`) and whether it was met (`met`, null where nothing was asked).
+DIR holds CSV or JSON files of expert loads, a row per MoE layer, as configs/loads does; without it only
+synthetic loads are used. The reproduction of the published algorithm loops in Python over numpy floats, which
+is faster than the published code over torch scalars, so ratios of time are on the safe side. Output: JSON
+lines, one a measurement, each with what was asked of it (`asked`) and whether it was met (`met`, null where
+nothing was asked).
 """
 
 import argparse
@@ -65,7 +66,8 @@ def synthetic(layers: int = 8, experts: int = 256) -> dict[str, np.ndarray]:
 
 
 def measured(folder: Path | None) -> dict[str, np.ndarray]:
-    return {} if folder is None else {path.stem: read_load(path) for path in sorted(folder.glob("*.csv"))}
+    files = [] if folder is None else [p for p in sorted(folder.iterdir()) if p.suffix in (".csv", ".json")]
+    return {path.stem: read_load(path) for path in files}
 
 
 def has_twins(experts_LP: np.ndarray, ranks: int) -> int:
@@ -293,13 +295,13 @@ def plot_replays(ax: Any, rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--loads", type=Path, help="folder of CSV files")
+    parser.add_argument("--loads", type=Path, help="folder of CSV or JSON files")
     parser.add_argument("--out", type=Path, default=Path("eplb.jsonl"))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--windows", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1, help="of the replayed windows")
     parser.add_argument(
-        "--only", default="", metavar="REGEX", help='replays, as in "dsv3_decode.* 144 ranks noise 20%%"'
+        "--only", default="", metavar="REGEX", help='replays, as in "decode.* 144 ranks noise 20%%"'
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", default="quality,replay")
