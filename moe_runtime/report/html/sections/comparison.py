@@ -123,6 +123,6 @@ def _row(runs: Sequence[Run], shown: str, path: tuple[Key, ...], form: Format) -
         change = None
         if run.index and base and value is not None and value != base:
             marks: Marks = {"data_change": ".".join(map(str, path)), "data_run": run.index}
-            change = el("span", f"{100 * (value / base - 1):+.1f} %", class_="change", **marks)
+            change = el("span", f"{100 * (value / base - 1):+z.1f} %", class_="change", **marks)
         cells.append(cell(run.figure(*path, form=form), change))
     return [name(shown), *cells]
