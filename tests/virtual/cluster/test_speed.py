@@ -1,4 +1,4 @@
-"""What simulations cost: parts of the two large ones, and work that grows as the requests do."""
+"""What simulations cost: twentieths of the two large ones, and work that grows as the requests do."""
 
 import resource
 from collections import Counter
@@ -14,7 +14,7 @@ from tests.spec.model_specs import SMALL_DEEPSEEK
 from tests.virtual.cluster.small import TICK, ExactTimes, Kept, kv_seconds, plan
 
 TRACE = Path(__file__).resolve().parents[4] / "shared/data/traces/mooncake_conversation_trace.jsonl"
-PART = 1 / 40
+PART = 1 / 20
 ROOM = 8  # a busy machine, or a slow one; and a slice fills and empties the cluster as the whole does
 
 
@@ -27,15 +27,15 @@ ROOM = 8  # a busy machine, or a slow one; and a slice fills and empties the clu
         "synthetic",
     ],
 )
-def test_a_part_of_a_large_simulation_takes_as_small_a_part_of_the_time(name):
+def test_a_twentieth_of_a_large_simulation_takes_a_twentieth_of_the_time(name):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9  # of other tests
     line = benchmark.measure(name, TRACE, PART)
     assert line["failed"] == 0
     assert line["cpu_seconds"] < ROOM * PART * benchmark.SECONDS
     assert line["peak_gigabytes"] - before < benchmark.GIGABYTES / 4
     if name == "synthetic":
-        # Most steps change: it is the ranks that are left alone which save the time.
-        assert line["step_records"] > 0.7 * line["steps"]
+        # Nearly every step changes: it is the ranks that are left alone which save the time.
+        assert line["step_records"] > 0.8 * line["steps"]
     else:
         assert line["step_records"] < 0.3 * line["steps"]
 
