@@ -28,6 +28,11 @@ from moe_runtime.spec.weights import TensorTarget
 
 SHARD_BYTES = {"tiny": 192 << 10, "small": 96 << 20}
 _SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
+# The plainest there is: the weights have learnt no other.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 # (words, vocabulary) of the text the tokenizer is trained on
 _CORPUS = {"tiny": (4000, 600), "small": (200_000, 12_000)}
 
@@ -137,6 +142,7 @@ def _write_tokenizer(folder: Path, size: str, vocab_size: int, max_positions: in
             **special,
         },
     )
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE, encoding="utf-8")
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

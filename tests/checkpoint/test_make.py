@@ -188,6 +188,13 @@ def test_tokenizer_agrees_with_transformers_and_covers_every_id(tiny):
     assert all(isinstance(ours.decode([i]), str) for i in range(512))
 
 
+def test_its_chat_template_names_who_speaks(tiny):
+    said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    prompt = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert prompt == "user: Hi\nassistant: Yes?\nassistant:"
+
+
 def test_encoding_a_long_text_keeps_no_other_thread_waiting(tiny):
     tokenizer = Tokenizer(tiny)
     turns, seen = 0, []

@@ -1,6 +1,5 @@
 """A running server, for tests that are its clients. Always reaped."""
 
-import json
 import os
 import shutil
 import signal
@@ -33,15 +32,14 @@ def wait_for(condition: Callable[[], T], seconds: float, what: str) -> T:
 
 
 def chat_checkpoint(source: Path, folder: Path) -> Path:
-    """A checkpoint with a chat template, its weights shared with `source`."""
+    """A checkpoint whose chat template knows tools, its weights shared with `source`."""
     folder.mkdir()
     for file in source.iterdir():
         if file.suffix == ".safetensors":
             (folder / file.name).symlink_to(file)
         else:
             shutil.copy(file, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
