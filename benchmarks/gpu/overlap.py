@@ -36,8 +36,9 @@ from moe_runtime.models.context import NoClock, StepContext  # noqa: E402
 from moe_runtime.models.decoder import Decoder, build_decoder  # noqa: E402
 from moe_runtime.models.families import registry  # noqa: E402
 from moe_runtime.placement.placement import linear  # noqa: E402
-from moe_runtime.scheduler.scheduler import Scheduled, Scheduler, SchedulerLimits  # noqa: E402
+from moe_runtime.scheduler.scheduler import Scheduler  # noqa: E402
 from moe_runtime.scheduler.sequences import make_sequence  # noqa: E402
+from moe_runtime.scheduler.step import Scheduled, SchedulerLimits  # noqa: E402
 from moe_runtime.spec.requests import Request, SamplingParams  # noqa: E402
 
 BLOCK_TOKENS = 16

@@ -53,8 +53,9 @@ from moe_runtime.errors import RequestRefused, UnavailableError
 from moe_runtime.report.records import StepLog, pack
 from moe_runtime.report.timeline import RankTimeline
 from moe_runtime.scheduler.constraint import Constraint
-from moe_runtime.scheduler.scheduler import Scheduler, TokenEvent
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import make_sequence
+from moe_runtime.scheduler.step import TokenEvent
 
 
 @dataclass(frozen=True, slots=True)

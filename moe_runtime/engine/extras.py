@@ -7,8 +7,8 @@ import numpy as np
 from moe_runtime.engine.device_step import Samples
 from moe_runtime.engine.messages import Logprobs, PromptLogprobs
 from moe_runtime.scheduler.sampling import SamplingInputs
-from moe_runtime.scheduler.scheduler import Scheduled
 from moe_runtime.scheduler.sequences import Scores, Sequence, State
+from moe_runtime.scheduler.step import Scheduled
 
 
 @dataclass(frozen=True, slots=True)

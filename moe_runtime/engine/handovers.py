@@ -16,8 +16,9 @@ from moe_runtime.engine.messages import Release, Renew
 from moe_runtime.engine.sockets import Outbox
 from moe_runtime.engine.tally import Tally
 from moe_runtime.errors import TransferError
-from moe_runtime.scheduler.scheduler import Scheduler, TokenEvent
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import Sequence
+from moe_runtime.scheduler.step import TokenEvent
 from moe_runtime.transfer.handoff import Handoff, KVSource
 from moe_runtime.transfer.host import HostPool
 from moe_runtime.transfer.interface import KVTransport, Pull

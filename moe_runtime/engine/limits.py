@@ -6,7 +6,7 @@ Used by ranks and by the virtual cluster alike, so that both run under the same 
 from moe_runtime.engine.agree import AgreeLimits
 from moe_runtime.plan.effective import EffectiveDeployment, EffectiveSlo
 from moe_runtime.scheduler.budget import ChunkBudget
-from moe_runtime.scheduler.scheduler import SchedulerLimits
+from moe_runtime.scheduler.step import SchedulerLimits
 
 LEASE_SECONDS = 60.0
 """A decode rank that wants a lease renews it within this time."""

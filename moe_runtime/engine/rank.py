@@ -32,7 +32,8 @@ from moe_runtime.expert_parallel.meter import TransportMeter
 from moe_runtime.models.decoder import Decoder
 from moe_runtime.report.records import PHASES
 from moe_runtime.scheduler.budget import ChunkBudget
-from moe_runtime.scheduler.scheduler import Scheduled, Scheduler
+from moe_runtime.scheduler.scheduler import Scheduler
+from moe_runtime.scheduler.step import Scheduled
 
 WARM_UP_TOKENS = 64
 MOVING_SECONDS = 0.001  # between steps in which there is nothing to do but move experts

@@ -6,7 +6,7 @@ import numpy as np
 
 from moe_runtime.engine.agree import StepDecision
 from moe_runtime.expert_parallel.meter import TransportTotals
-from moe_runtime.scheduler.scheduler import Scheduled
+from moe_runtime.scheduler.step import Scheduled
 from moe_runtime.spec.limits import DISPATCH_MODES
 
 

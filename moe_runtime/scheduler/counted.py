@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.scheduler.counted_rows import Counted, CountedTable, Crew, Flight, Rows
-from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits, TokenEvent
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import Sequence, State
+from moe_runtime.scheduler.step import SchedulerLimits, TokenEvent
 
 
 class CountedScheduler(Scheduler):

@@ -27,7 +27,8 @@ from moe_runtime.engine.sampler import TopLogprobs
 from moe_runtime.engine.tally import Tally
 from moe_runtime.placement.placement import linear
 from moe_runtime.report.records import StepLog
-from moe_runtime.scheduler.scheduler import Scheduled, Scheduler, SchedulerLimits
+from moe_runtime.scheduler.scheduler import Scheduler
+from moe_runtime.scheduler.step import Scheduled, SchedulerLimits
 from moe_runtime.spec.requests import Request, SamplingParams
 from moe_runtime.transfer.handoff import Handoff, KVSource
 from moe_runtime.transfer.leases import Leases

@@ -13,8 +13,9 @@ from moe_runtime.engine.agree import StepDecision, StepKind
 from moe_runtime.engine.device_step import NO_SAMPLES, Samples
 from moe_runtime.models.context import NoClock
 from moe_runtime.models.decoder import Decoder
-from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import make_sequence
+from moe_runtime.scheduler.step import SchedulerLimits
 from moe_runtime.scheduler.step_inputs import StepInputs
 from moe_runtime.spec.requests import Request, SamplingParams
 from tests.models.decoder_harness import load_decoder

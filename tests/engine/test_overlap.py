@@ -19,8 +19,9 @@ from moe_runtime.engine.overlap_policy import MIN_OBSERVATIONS, OverlapModel
 from moe_runtime.models.context import NoClock
 from moe_runtime.models.layer import Cut
 from moe_runtime.report.records import OVERLAP_REASONS
-from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import make_sequence
+from moe_runtime.scheduler.step import SchedulerLimits
 from moe_runtime.scheduler.step_inputs import StepInputs
 from moe_runtime.spec.requests import Request, SamplingParams
 from tests.scheduler.fake_device import FakeDevice, expected_output

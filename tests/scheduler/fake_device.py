@@ -4,7 +4,8 @@ import hashlib
 
 import numpy as np
 
-from moe_runtime.scheduler.scheduler import Scheduled, Scheduler
+from moe_runtime.scheduler.scheduler import Scheduler
+from moe_runtime.scheduler.step import Scheduled
 from moe_runtime.scheduler.step_inputs import StepInputs
 
 POISON = -77

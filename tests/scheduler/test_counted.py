@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from moe_runtime.scheduler.counted import CountedScheduler
 from moe_runtime.scheduler.counted_rows import Flight
-from moe_runtime.scheduler.scheduler import Scheduled, Scheduler, SchedulerLimits, TokenEvent
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import Sequence, make_sequence
+from moe_runtime.scheduler.step import Scheduled, SchedulerLimits, TokenEvent
 from moe_runtime.spec.requests import Request, SamplingParams
 
 

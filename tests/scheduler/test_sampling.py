@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from moe_runtime.scheduler.sampling import greedy, with_history
-from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import make_sequence
+from moe_runtime.scheduler.step import SchedulerLimits
 from moe_runtime.spec.requests import Request, SamplingParams
 
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.errors import RequestRefused
-from moe_runtime.scheduler.scheduler import Scheduler, SchedulerLimits
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import make_sequence
+from moe_runtime.scheduler.step import SchedulerLimits
 from moe_runtime.spec.requests import Request, SamplingParams
 from tests.scheduler.fake_device import FakeDevice, Runner, expected_output, next_token
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime.engine import split
-from moe_runtime.scheduler.scheduler import Scheduled, Scheduler, SchedulerLimits
+from moe_runtime.scheduler.scheduler import Scheduler
 from moe_runtime.scheduler.sequences import NO_SCORES, Scores, Sequence, make_sequence
+from moe_runtime.scheduler.step import Scheduled, SchedulerLimits
 from moe_runtime.scheduler.step_inputs import StepInputs
 from moe_runtime.spec.requests import FinishReason, Request, SamplingParams
 from tests.scheduler.fake_device import FakeDevice, Runner, expected_output

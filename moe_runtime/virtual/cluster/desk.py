@@ -12,8 +12,8 @@ from moe_runtime.errors import RequestRefused
 from moe_runtime.frontend.admission import Admission
 from moe_runtime.frontend.router import Router
 from moe_runtime.scheduler.counted import CountedScheduler
-from moe_runtime.scheduler.scheduler import TokenEvent
 from moe_runtime.scheduler.sequences import Sequence
+from moe_runtime.scheduler.step import TokenEvent
 from moe_runtime.spec.requests import FinishReason, Request
 from moe_runtime.virtual.cluster.clock import Clock, Kind
 from moe_runtime.virtual.cluster.handovers import Handovers

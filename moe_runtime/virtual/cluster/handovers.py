@@ -10,8 +10,8 @@ from functools import partial
 
 from moe_runtime.engine.limits import LEASE_SECONDS
 from moe_runtime.scheduler.counted import CountedScheduler
-from moe_runtime.scheduler.scheduler import TokenEvent
 from moe_runtime.scheduler.sequences import Sequence
+from moe_runtime.scheduler.step import TokenEvent
 from moe_runtime.transfer.leases import Leases
 from moe_runtime.virtual.cluster.clock import Clock, Kind
 from moe_runtime.virtual.cluster.instance import Instance

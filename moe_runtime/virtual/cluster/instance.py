@@ -14,7 +14,7 @@ import numpy as np
 
 from moe_runtime.engine.agree import NO_OFFER, MoveOrder, StepDecision, StepKind
 from moe_runtime.scheduler.counted import CountedScheduler
-from moe_runtime.scheduler.scheduler import TokenEvent
+from moe_runtime.scheduler.step import TokenEvent
 from moe_runtime.virtual.cluster.agreement import Agreement
 from moe_runtime.virtual.cluster.balancing import Balancer
 from moe_runtime.virtual.cluster.clock import Clock, Kind

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from moe_runtime.engine.agree import StepDecision
 from moe_runtime.scheduler.counted import CountedScheduler
 from moe_runtime.scheduler.counted_rows import Counted, Flight
-from moe_runtime.scheduler.scheduler import SchedulerLimits, TokenEvent
 from moe_runtime.scheduler.sequences import Sequence, State
+from moe_runtime.scheduler.step import SchedulerLimits, TokenEvent
 from moe_runtime.virtual.cluster.requests import VirtualScheduler
 
 I64 = NDArray[np.int64]

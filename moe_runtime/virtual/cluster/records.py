@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_runtime.engine.agree import StepDecision
-from moe_runtime.scheduler.scheduler import TokenEvent
 from moe_runtime.scheduler.sequences import Sequence
+from moe_runtime.scheduler.step import TokenEvent
 from moe_runtime.virtual.cost.shapes import StepCost
 
 I64 = NDArray[np.int64]
