@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from moe_runtime.checkpoint.make import make_checkpoint  # noqa: E402
+from moe_runtime.checkpoint.shapes import SIZES  # noqa: E402
 from moe_runtime.engine import overlap  # noqa: E402
 from moe_runtime.expert_parallel.local import LocalBuffer  # noqa: E402
 from tests.expert_parallel.slow_link import SlowLink  # noqa: E402
@@ -131,17 +132,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--checkpoint", type=Path, help="default: a tiny one, made on the spot")
+    parser.add_argument("--checkpoint", type=Path, help="default: one of --size, made on the spot")
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--plot", type=Path, metavar="F.png")
     parser.add_argument("--check", action="store_true", help="exit with 1 above the target")
     a = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = a.checkpoint or Path(folder) / "tiny"
+        checkpoint = a.checkpoint or Path(folder) / a.size
         if a.checkpoint is None:
-            make_checkpoint(checkpoint, family="deepseek_v3", size="tiny")
+            make_checkpoint(checkpoint, family="deepseek_v3", size=a.size)
         rows = measure(Steps(checkpoint, a.sequences, a.length), a.repetitions)
     for row in rows:
         print(json.dumps({**{k: round(v, 3) for k, v in row.items()}, "cores": os.cpu_count()}), flush=True)

@@ -39,7 +39,7 @@ def test_agreement_of_three_nodes():
 
 def test_overlap_over_a_slow_link(tmp_path, monkeypatch, capsys):
     picture = tmp_path / "overlap.png"
-    arguments = f"--sequences 4 --length 16 --repetitions 1 --plot {picture}".split()
+    arguments = f"--size tiny --sequences 4 --length 16 --repetitions 1 --plot {picture}".split()
     monkeypatch.setattr(sys, "argv", ["overlap.py", *arguments])
     load("overlap").main()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
