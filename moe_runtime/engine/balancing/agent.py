@@ -23,6 +23,7 @@ from moe_runtime.engine.balancing.wire import (
     PlacementNow,
     Rebalance,
     WindowLoads,
+    moves_from,
 )
 from moe_runtime.placement.placement import Placement
 
@@ -117,7 +118,7 @@ class Balancing:
             live=True,
             action=newest.action if newest.why else "",
             why=newest.why,
-            moves=np.frombuffer(self.controller.moves, np.int64).reshape(3, -1).T.tolist(),
+            moves=moves_from(self.controller.moves).T.tolist(),
             balancedness=newest.balancedness,
             bound=newest.bound,
             gap=newest.gap,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from moe_runtime.engine.balancing.merge import LoadMerge, MergedWindow
 from moe_runtime.engine.balancing.thinker import Answer, Question
-from moe_runtime.engine.balancing.wire import NewPlacement, WindowLoads
+from moe_runtime.engine.balancing.wire import NewPlacement, WindowLoads, moves_from
 from moe_runtime.placement.placement import FULL_RANGE, Placement
 from moe_runtime.placement.stages import starts_by_slot
 
@@ -194,7 +194,7 @@ class Controller:
             epoch=current.epoch + 1,
             cumulative_LS=np.frombuffer(answer.starts, np.uint16).reshape(shape),
         )
-        self.move_to(target, np.frombuffer(answer.moves, np.int64).reshape(3, -1), now)
+        self.move_to(target, moves_from(answer.moves), now)
 
     def _restart(self, why: str) -> None:
         self.stalled, self._asked = True, None

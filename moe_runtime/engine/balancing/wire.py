@@ -14,6 +14,11 @@ from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.stages import starts_by_slot
 
 
+def moves_from(data: bytes) -> NDArray[np.int64]:
+    """int64 [3, M] of the bytes of moves: layer, slot to fill, slot to copy from."""
+    return np.frombuffer(data, np.int64).reshape(3, -1)
+
+
 class WindowLoads(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Rank -> rank 0: what it counted in window number `window`.
 
@@ -74,7 +79,7 @@ class NewPlacement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def moves_3M(self) -> NDArray[np.int64]:
-        return np.frombuffer(self.moves, np.int64).reshape(3, -1)
+        return moves_from(self.moves)
 
 
 class Rebalance(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -13,6 +13,7 @@ import numpy as np
 from moe_runtime.engine.balancing.controller import Controller, Settings
 from moe_runtime.engine.balancing.merge import LoadMerge, MergedWindow
 from moe_runtime.engine.balancing.thinker import Answer, Question, Thinker
+from moe_runtime.engine.balancing.wire import moves_from
 from moe_runtime.eplb.replay import balancedness
 from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.topology import Topology
@@ -25,7 +26,6 @@ from moe_runtime.virtual.run.mover import VirtualMover
 from moe_runtime.virtual.run.window import WindowCounter
 
 SOLVER_SECONDS_PER_SLOT = 1e-5  # of a layer: a tenth of a second for 58 layers of 256 experts
-_MOVE_BYTES = 3 * 8  # layer, slot, source
 
 
 @dataclass(slots=True)
@@ -187,7 +187,7 @@ class LiveBalancer:
             self._log.waits += 1
             return
         assert self._mover.aimed is not None
-        moves, load_LE = len(answer.moves) // _MOVE_BYTES, self._epochs.load_LE
+        moves, load_LE = moves_from(answer.moves).shape[1], self._epochs.load_LE
         self._open = Rebalance(
             instance=self._name,
             decided=self._clock.now,
