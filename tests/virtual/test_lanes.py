@@ -2,14 +2,25 @@
 every rank by itself would take."""
 
 import math
+from collections.abc import Generator
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_runtime.engine import overlap
+from moe_runtime.models.context import NoClock, StepContext
+from moe_runtime.models.layer import Cut
 from moe_runtime.virtual.cost.lanes import (
     DECODE,
+    EXPERTS,
+    FINISH,
+    FIRST,
     PREFILL,
+    SECOND,
+    SHARED,
     Layer,
     Stages,
     Transfer,
@@ -41,6 +52,36 @@ def overlapped(kind: str, s: Stages, slowed: float = 1.5) -> Layer:
     if kind == "two_way":
         return two_way(s)
     return collective(s, min(s.dispatch.seconds, s.combine.seconds) / 2, slowed)
+
+
+def issued(order: overlap.Order) -> list[tuple[int, int]]:
+    """(micro-batch, stage) of all layers but the ends, as the engine issues them."""
+    log: list[tuple[int, int]] = []
+
+    def layer(x_TH: torch.Tensor, step: StepContext) -> Generator[Cut, None, torch.Tensor]:
+        batch = int(x_TH[0, 0])
+        for stage, cut in (
+            (FIRST, "attention"),
+            (SECOND, "dispatch"),
+            (SHARED, "shared"),
+            (EXPERTS, "combine"),
+        ):
+            if stage != SHARED or step.shared_beside == "dispatch":
+                log.append((batch, stage))
+            yield cut  # type: ignore[misc]
+        log.extend((batch, s) for s in ((SHARED,) if step.shared_beside == "combine" else ()) + (FINISH,))
+        return x_TH
+
+    batches = [(torch.full((1, 1), float(b)), SimpleNamespace(clock=NoClock())) for b in range(2)]
+    overlap.run(batches, [layer] * 8, order=order)  # type: ignore[arg-type]
+    return log[20:-20]
+
+
+@pytest.mark.parametrize(("engine", "model"), [(overlap.PREFILL, PREFILL), (overlap.DECODE, DECODE)])
+def test_stages_are_issued_as_the_engine_issues_them(engine, model):
+    found = issued(engine)
+    begin = found.index(model[0])
+    assert found[begin : begin + 2 * len(model)] == [*model, *model]
 
 
 def compute(s: Stages) -> float:
