@@ -15,6 +15,8 @@ from tests.frontend.server.client import run, until
 from tests.frontend.server.corpus import COMPLETIONS
 from tests.frontend.server.stub import StubServer, rank_status
 
+ASKED = {"model": "stub", "prompt": "hi"}
+
 
 async def open_request(server: StubServer, *, stream: bool, chunks: int = 0):
     """Send a request as a server hears it; returns the task, what was sent, and a function that hangs up.
@@ -39,6 +41,14 @@ async def open_request(server: StubServer, *, stream: bool, chunks: int = 0):
     await until(lambda: len(server.backend.running) > 0)
     await until(lambda: len(sent) > chunks or not chunks)
     return task, sent, lambda: inbox.put_nowait({"type": "http.disconnect"})
+
+
+async def fill(server: StubServer, http) -> list[asyncio.Task[httpx.Response]]:
+    """Four requests that run until `hold` is set: all that the server lets in."""
+    server.backend.hold.clear()
+    running = [asyncio.create_task(http.post(COMPLETIONS, json=ASKED)) for _ in range(4)]
+    await until(lambda: len(server.backend.running) == 4)
+    return running
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -115,14 +125,11 @@ def test_a_stream_that_fails_says_so(model):
 
 def test_too_many_requests_are_told_when_to_come_back(model):
     async def story(server: StubServer, http):
-        server.backend.hold.clear()
-        asked = {"model": "stub", "prompt": "hi"}
-        waiting = [asyncio.create_task(http.post(COMPLETIONS, json=asked)) for _ in range(4)]
-        await until(lambda: len(server.backend.running) == 4)
-        answer = await http.post(COMPLETIONS, json=asked)
+        waiting = await fill(server, http)
+        answer = await http.post(COMPLETIONS, json=ASKED)
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
-        urgent = asyncio.create_task(http.post(COMPLETIONS, json={**asked, "priority": -1}))
+        urgent = asyncio.create_task(http.post(COMPLETIONS, json={**ASKED, "priority": -1}))
         await until(lambda: any(w.done() for w in waiting))
         server.backend.hold.set()
         statuses = sorted([(await w).status_code for w in waiting] + [(await urgent).status_code])
@@ -170,15 +177,12 @@ def test_what_outlasts_the_grace_time_or_a_second_signal_is_told_so(model, asked
 
 def test_a_server_that_is_full_and_moves_experts_is_alive_and_ready(model):
     async def story(server: StubServer, http):
-        server.backend.hold.clear()
-        asked = {"model": "stub", "prompt": "hi"}
-        running = [asyncio.create_task(http.post(COMPLETIONS, json=asked)) for _ in range(4)]
-        await until(lambda: len(server.backend.running) == 4)
+        running = await fill(server, http)
         for epoch in range(3):
             now = time.monotonic()
             moving = BalancingStatus(epoch=epoch, moves=9, moved_bytes=9, stall_seconds=epoch, aborted=0)
             server.service.metrics.board.observe(rank_status(0, now, running=4, balancing=moving), now)
-            assert (await http.post(COMPLETIONS, json=asked)).status_code == 429
+            assert (await http.post(COMPLETIONS, json=ASKED)).status_code == 429
             assert (await http.get("/health")).json() == {"status": "ok", "silent": []}
             assert (await http.get("/ready")).status_code == 200
         assert b"moe_runtime_expert_moves_total" in (await http.get("/metrics")).content

@@ -13,6 +13,7 @@ from moe_runtime.virtual.cluster.clock import Clock
 from moe_runtime.virtual.cluster.instance import Instance
 from moe_runtime.virtual.cluster.moving import Moves, MoveUnit
 from moe_runtime.virtual.cluster.records import RequestEnd, StepRun
+from moe_runtime.virtual.cluster.simulate import Cluster
 from moe_runtime.virtual.cluster.times import plain_cost
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape
 from tests.spec.model_specs import SMALL_DEEPSEEK
@@ -141,6 +142,18 @@ class Kept:
 
     def of(self, instance: str) -> list[StepRun]:
         return [run for run in self.runs if run.instance == instance]
+
+
+def small_cluster(where: EffectivePlan, kept: Kept, **more: Any) -> Cluster:
+    """Of SMALL_DEEPSEEK with exact times; `more` as of `Cluster`."""
+    return Cluster(
+        where,
+        SMALL_DEEPSEEK,
+        times={d.name: ExactTimes() for d in where.deployments},
+        kv_seconds=kv_seconds,
+        listener=kept,
+        **more,
+    )
 
 
 def merged(runs: list[StepRun]) -> list[StepRun]:

@@ -13,16 +13,14 @@ from moe_runtime.virtual.cluster.instance import Instance
 from moe_runtime.virtual.cluster.moving import MoveUnit
 from moe_runtime.virtual.cluster.requests import VirtualRequest
 from moe_runtime.virtual.cluster.simulate import Cluster, MakeBalancer
-from tests.spec.model_specs import SMALL_DEEPSEEK
 from tests.virtual.cluster.small import (
     TICK,
-    ExactTimes,
     Kept,
     Restless,
     as_numbers,
-    kv_seconds,
     merged,
     plan,
+    small_cluster,
 )
 
 
@@ -125,12 +123,9 @@ def run(
     fast_forward: bool = True,
 ) -> tuple[Cluster, Kept]:
     kept = Kept()
-    cluster = Cluster(
+    cluster = small_cluster(
         where,
-        SMALL_DEEPSEEK,
-        times={d.name: ExactTimes() for d in where.deployments},
-        kv_seconds=kv_seconds,
-        listener=kept,
+        kept,
         events=events,
         balancers=balancers,
         fast_forward=fast_forward,

@@ -16,11 +16,11 @@ from moe_runtime.virtual.cluster.events import Failure, Rebalance, Slowdown
 from moe_runtime.virtual.cluster.instance import Instance
 from moe_runtime.virtual.cluster.moving import MoveUnit
 from moe_runtime.virtual.cluster.requests import VirtualRequest
-from moe_runtime.virtual.cluster.simulate import Cluster, simulate
+from moe_runtime.virtual.cluster.simulate import simulate
 from moe_runtime.virtual.cluster.times import StepTimes
 from moe_runtime.virtual.cost.shapes import StepCost, StepShape
 from tests.spec.model_specs import SMALL_DEEPSEEK
-from tests.virtual.cluster.small import TICK, ExactTimes, Kept, Restless, kv_seconds, plan
+from tests.virtual.cluster.small import TICK, ExactTimes, Kept, Restless, kv_seconds, plan, small_cluster
 
 SPLIT = {"prefill": {"expert_parallel": 1}, "decode": {"expert_parallel": 2}}
 
@@ -85,12 +85,9 @@ def test_when_decode_dies_its_requests_end_with_what_they_have_and_its_leases_ex
     where = plan(SPLIT)
     kept = Kept()
     middle = known(run(where, requests(3)).ends[0].last_token) / 2
-    cluster = Cluster(
+    cluster = small_cluster(
         where,
-        SMALL_DEEPSEEK,
-        times={d.name: ExactTimes() for d in where.deployments},
-        kv_seconds=kv_seconds,
-        listener=kept,
+        kept,
         events=[Failure(instance="decode-0", at=middle)],
     )
     cluster.run([*requests(3), VirtualRequest(index=9, at=1.0, input_length=4, output_length=4)])
@@ -192,12 +189,9 @@ def test_experts_that_take_too_long_are_dropped_and_an_idle_instance_only_waits(
     late = VirtualRequest(index=9, at=100.0, input_length=4, output_length=1)
     for timeout in (10.0, 3_600.0):
         kept = Kept()
-        cluster = Cluster(
+        cluster = small_cluster(
             where,
-            SMALL_DEEPSEEK,
-            times={"unified": ExactTimes()},
-            kv_seconds=kv_seconds,
-            listener=kept,
+            kept,
             balancers={"unified-0": partial(make, timeout)},
         )
         cluster.run([*requests(2, output=10), late])
@@ -215,12 +209,9 @@ def test_an_instance_that_is_started_anew_serves_again_and_has_forgotten():
         VirtualRequest(index=i, at=t, input_length=8, output_length=9) for i, t in enumerate((0.0, 0.1, 1.0))
     ]
     kept = Kept()
-    cluster = Cluster(
+    cluster = small_cluster(
         where,
-        SMALL_DEEPSEEK,
-        times={d.name: ExactTimes() for d in where.deployments},
-        kv_seconds=kv_seconds,
-        listener=kept,
+        kept,
         events=[Failure(instance="decode-0", at=0.005, down=9.0), fail],
     )
     cluster.run(same)

@@ -9,9 +9,7 @@ import pytest
 
 from benchmarks import simulate as benchmark
 from moe_runtime.virtual.cluster.requests import VirtualRequest, VirtualScheduler
-from moe_runtime.virtual.cluster.simulate import Cluster
-from tests.spec.model_specs import SMALL_DEEPSEEK
-from tests.virtual.cluster.small import TICK, ExactTimes, Kept, kv_seconds, plan
+from tests.virtual.cluster.small import TICK, Kept, plan, small_cluster
 
 TRACE = Path(__file__).resolve().parents[4] / "shared/data/traces/mooncake_conversation_trace.jsonl"
 PART = 1 / 20
@@ -66,12 +64,9 @@ def work(monkeypatch: pytest.MonkeyPatch, count: int) -> Counter[str]:
         monkeypatch.setattr(VirtualScheduler, name, counted)
     where = plan({"prefill": {"expert_parallel": 2}, "decode": {"expert_parallel": 8}})
     kept = Kept()
-    cluster = Cluster(
+    cluster = small_cluster(
         where,
-        SMALL_DEEPSEEK,
-        times={d.name: ExactTimes() for d in where.deployments},
-        kv_seconds=kv_seconds,
-        listener=kept,
+        kept,
     )
     cluster.run(steady(count))
     monkeypatch.undo()
